@@ -61,12 +61,11 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-_UNITS = {"": 1} | {
+_UNITS = {
     f"{prefix}{i}B": (1024 if i else 1000) ** power
     for power, prefix in enumerate(("k", "M", "G", "T"), 1)
     for i in ("", "i")
-}
-_UNITS |= {"B": 1, "KB": 1000, "KiB": 1024}
+} | {"B": 1, "KB": 1000, "KiB": 1024}
 
 
 def checked_budget(budget: Any) -> float | str:

@@ -1,15 +1,14 @@
 """Plan of a budget: the storage of each state, and the error that is predicted of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.budget.agreement import means
+from collage_fx.budget.agreement import Rows, together
 from collage_fx.budget.error_model import Moves, Way, parameter_error, state_error
 from collage_fx.budget.layout import Option, best, bytes_of, storages_for
 from collage_fx.budget.prediction import Predicted
@@ -23,37 +22,37 @@ from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import Initial, kept
 
-_MOMENTS = 2
-"""Number of states of a parameter, where that is not known."""
-
 
 def beginning(config: CollageConfig, optimizer: Optimizer) -> CollageConfig:
     """Return a configuration with the storages in which the states of an optimizer begin.
 
     Parameters begin in the finest for which there is room beside the states that a step makes, and
-    these share the rest, so that next to nothing is lost before there is a plan.
+    these share the rest, so that next to nothing is lost before there is a plan. Where it is not
+    known what a step makes, the first one may take more than the budget.
+
+    Raises BudgetError for a budget that is known to be too small.
     """
     if config.budget is None:
         return config
-    params = [p for p in map(shard_of, params_of(optimizer)) if storages_for(p.dtype)]
-    dtypes = {p.dtype for p in params}
+    params = [shard_of(p) for p in params_of(optimizer)]
+    made = states_to_come(optimizer)
     numel = sum(p.numel() for p in params) or 1
-    states = states_to_come(optimizer)
-    made = params * _MOMENTS if states is None else states
-    own = sum(t.nbytes for t in (*params, *made))
+    own = sum(_bytes(t) for t in (*params, *(made or ())))
     left = per_element(config.budget, numel) * numel - own
-    finest = _finest(dtypes, left / numel)
-    left -= sum(bytes_of(p.dtype, finest, p.numel()) for p in params)
-    held = [t for t in made if storages_for(t.dtype)]
-    count = sum(t.numel() for t in held) or 1
-    others = _finest({t.dtype for t in held}, left / count)
+    if left < 0:
+        raise _too_small(config.budget, own, numel, f"the step of {type(optimizer).__name__}")
+    finest = _finest(params, left)
+    left -= sum(bytes_of(p.dtype, finest, p.numel()) for p in params if storages_for(p.dtype))
+    others = "sr" if made is None else _finest(made, left)
     return replace(config, storage=Initial((("param", finest), ("*", others))))
 
 
-def _finest(dtypes: set[torch.dtype], size: float) -> str:
-    """Return the finest storage for states of these dtypes of so many bytes for each element."""
+def _finest(tensors: Sequence[Tensor], room: float) -> str:
+    """Return the finest storage for all of these tensors that hold residuals, in so many bytes."""
+    held = [t for t in tensors if storages_for(t.dtype)]
+    dtypes = {t.dtype for t in held}
     storages = set.intersection(*(set(storages_for(d)) for d in dtypes)) if dtypes else set()
-    fitting = [s for s in storages if all(bytes_of(d, s, 2) <= 2 * size for d in dtypes)]
+    fitting = [s for s in storages if sum(bytes_of(t.dtype, s, t.numel()) for t in held) <= room]
     return min(fitting, key=lambda s: (max(kept(d, s) for d in dtypes), s), default="sr")
 
 
@@ -129,18 +128,16 @@ class States:
         """True if there are storages for which there are bytes."""
         return self.least <= self.room
 
+    @property
+    def over(self) -> bool:
+        """True if residuals take more bytes than there are for them."""
+        return sum(s.size for s in self.held) > self.room
+
     def check(self, budget: float | str, subject: str) -> None:
         """Raise BudgetError if a budget is too small, whatever the storages."""
-        if self.fit:
-            return
-        needed = per_element(budget, self.numel) + (self.least - self.room) / self.numel
-        needed = math.ceil(needed * 1000) / 1000
-        whole = f" ({needed * self.numel / 2**20:,.2f} MiB)" if isinstance(budget, str) else ""
-        raise BudgetError(
-            f"budget={budget!r}: {needed:g} bytes for each element of the parameters{whole} is the "
-            f"least that works for {subject}: what it and its states take without any residual. "
-            "Gradients are no part of it"
-        )
+        if not self.fit:
+            needed = per_element(budget, self.numel) * self.numel + self.least - self.room
+            raise _too_small(budget, needed, self.numel, subject)
 
     def choose(self, ways: Mapping[int, Way]) -> list[tuple[State, str]]:
         """Return the storages of the least error that there are bytes for.
@@ -180,44 +177,58 @@ class States:
         return per_element(budget, self.numel) + (held - self.room) / self.numel
 
 
+def _too_small(budget: float | str, least: float, numel: float, subject: str) -> BudgetError:
+    """Return the error of a budget that is less than so many bytes for so many elements."""
+    needed = math.ceil(1000 * least / numel) / 1000
+    whole = f" ({needed * numel / 2**20:,.2f} MiB)" if isinstance(budget, str) else ""
+    return BudgetError(
+        f"budget={budget!r}: {needed:g} bytes for each element of the parameters{whole} is the "
+        f"least that works for {subject}: what it and its states take without any residual. "
+        "Gradients are no part of it"
+    )
+
+
 def states_within(
     optimizer: Optimizer,
     budget: float | str,
     moves: Mapping[str, Moves],
     served: Mapping[Any, Served],
     *,
-    together: bool,
+    alone: bool = False,
 ) -> States:
     """Return the states of an optimizer, and the bytes that a budget leaves for their residuals.
+
+    Bytes are means over the processes that share the states, each of which calls it, and for a
+    budget of each process the largest.
 
     Args:
         optimizer: whose states they are.
         budget: bytes for each element of the parameters, or of this process.
         moves: of the states, by name.
         served: what reports have of each state, by its place.
-        together: whether bytes are means over the processes that share the states, each of which
-            calls it.
+        alone: whether only this process calls it, which then sees its own bytes.
     """
-    every = list(owned_tensors(optimizer))
-    rows: list[list[float]] = [[o.tensor.numel(), _bytes(o.tensor)] for o in every]
-    rows = means([o.whole for o in every], rows) if together else rows
+    every = {o.name: o for o in owned_tensors(optimizer)}
+    rows: Rows = {n: [o.tensor.numel(), _bytes(o.tensor)] for n, o in every.items()}
+    if not alone:
+        wholes = {n: o.whole for n, o in every.items()}
+        rows = together(wholes, rows, largest=isinstance(budget, str))
     states = []
-    for o, (numel, _) in zip(every, rows, strict=True):
+    for name, o in every.items():
         residual, one = STORE.get(o.tensor), served.get(o.place)
         if residual is not None or o.key == PARAM:
             factor = None if one is None else one.change.factor
-            states.append(State(o, residual, moves.get(o.name, Moves()), numel, factor))
+            states.append(State(o, residual, moves.get(name, Moves()), rows[name][0], factor))
     numel = sum(s.numel for s in states if s.owned.key == PARAM) or 1.0
-    own = sum(row[1] for row in rows)
+    own = sum(size for _, size in rows.values())
     return States(states, per_element(budget, numel) * numel - own, numel)
 
 
 def agreed(optimizer: Optimizer, moves: Mapping[str, Moves]) -> dict[str, Moves]:
     """Return moves of states as the processes that share them know them together."""
-    every = [o for o in owned_tensors(optimizer) if o.tensor.is_floating_point()]
-    rows = [moves.get(o.name, Moves()).listed() for o in every]
-    found = zip(every, means([o.whole for o in every], rows), strict=True)
-    return {o.name: Moves(*sums) for o, sums in found if sums[0]}
+    wholes = {o.name: o.whole for o in owned_tensors(optimizer) if o.name in moves}
+    found = together(wholes, {name: moves[name].listed() for name in wholes})
+    return {name: Moves(*sums) for name, sums in found.items() if sums[0]}
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -41,6 +41,8 @@ class Prediction:
     """Bytes of parameters, states and residuals for each element of the parameters."""
     planned: bool
     """True if the storages are decided on, and stay."""
+    taken: int
+    """Number of steps taken."""
     steps: int
     """Number of steps that it is about: from the first that was looked at to the last one."""
     states: Sequence[Predicted]
@@ -66,6 +68,9 @@ class Prediction:
     def lines(self, width: int) -> Iterator[str]:
         """Yield the lines of a report: a table of the states, those alike in one row, below it all
         in a sentence."""
+        if not self.taken:
+            yield f"budget {self.budget}: storages are chosen in the first {PLANNED} steps"
+            return
         until = "stays as it is" if self.planned else f"is made anew after step {PLANNED}"
         yield from wrapped(
             f"budget {self.budget}: parameters, states and residuals take {self.per_element:.4g} "

@@ -21,7 +21,9 @@ ELEMENTS = 2048
 class Sample(NamedTuple):
     """Elements of states of one dtype on one device: a row of ELEMENTS values for each, float64."""
 
-    owned: list[Owned]
+    dtype: torch.dtype
+    names: list[str]
+    is_param: list[bool]
     values: Tensor
 
 
@@ -42,12 +44,15 @@ def samples(states: Iterable[tuple[Owned, Residual | None]]) -> list[Sample]:
         if owned.tensor.numel():
             kind = owned.tensor.dtype, owned.tensor.device
             kinds.setdefault(kind, []).append((owned, residual))
-    return [_sample(members) for members in kinds.values()]
+    return [_sample(dtype, members) for (dtype, _), members in kinds.items()]
 
 
-def _sample(members: Sequence[tuple[Owned, Residual | None]]) -> Sample:
+def _sample(dtype: torch.dtype, members: Sequence[tuple[Owned, Residual | None]]) -> Sample:
+    # Without the tensors, which it would keep alive.
+    names = [owned.name for owned, _ in members]
+    is_param = [owned.key == PARAM for owned, _ in members]
     values = torch.stack([_values(owned.tensor, residual) for owned, residual in members])
-    return Sample([owned for owned, _ in members], values)
+    return Sample(dtype, names, is_param, values)
 
 
 def _values(tensor: Tensor, residual: Residual | None) -> Tensor:
@@ -62,25 +67,23 @@ def parameters_in(found: Iterable[Sample]) -> list[Sample]:
     """Return samples without the states of the parameters."""
     left = []
     for one in found:
-        rows = [i for i, o in enumerate(one.owned) if o.key == PARAM]
+        rows = [i for i, is_param in enumerate(one.is_param) if is_param]
         if rows:
-            left.append(Sample([one.owned[i] for i in rows], one.values[rows]))
+            names = [one.names[i] for i in rows]
+            left.append(Sample(one.dtype, names, [True] * len(rows), one.values[rows]))
     return left
 
 
 def moves_between(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, Moves]:
     """Return the moves of the states that are in both, by name."""
     found: dict[str, Moves] = {}
-    old = {o.name: row for one in before for o, row in zip(one.owned, one.values, strict=True)}
+    old = {name: row for one in before for name, row in zip(one.names, one.values, strict=True)}
     for one in after:
-        owned = [o for o in one.owned if o.name in old]
-        if not owned:
-            continue
-        rows = {o.name: i for i, o in enumerate(one.owned)}
-        now = one.values[[rows[o.name] for o in owned]]
-        then = torch.stack([old[o.name] for o in owned])
-        sums = sums_of(then, now, owned[0].tensor.dtype).tolist()
-        found |= {o.name: Moves(*row) for o, row in zip(owned, sums, strict=True)}
+        rows = {name: i for i, name in enumerate(one.names) if name in old}
+        if rows:
+            then = torch.stack([old[name] for name in rows])
+            sums = sums_of(then, one.values[list(rows.values())], one.dtype).tolist()
+            found |= {name: Moves(*row) for name, row in zip(rows, sums, strict=True)}
     return found
 
 
@@ -88,10 +91,7 @@ def moves_by_last_places(found: Iterable[Sample]) -> dict[str, Moves]:
     """Return by name moves of each state by units in its last place."""
     moves: dict[str, Moves] = {}
     for one in found:
-        dtype = one.owned[0].tensor.dtype
-        rows = sums_of(one.values, one.values, dtype).tolist()
-        moves |= {
-            o.name: Moves(*row).by_last_places(dtype)
-            for o, row in zip(one.owned, rows, strict=True)
-        }
+        rows = sums_of(one.values, one.values, one.dtype).tolist()
+        pairs = zip(one.names, rows, strict=True)
+        moves |= {name: Moves(*row).by_last_places(one.dtype) for name, row in pairs}
     return moves

@@ -22,9 +22,12 @@ from collage_fx.budget.samples import (
 )
 from collage_fx.dynamo.backend import Backend
 from collage_fx.optimizer.checkpoints.history import history_of
-from collage_fx.optimizer.ownership import groups_of, owned_parameters
+from collage_fx.optimizer.ownership import groups_of, owned_parameters, params_of
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels.triton_launch import is_capturing
+from collage_fx.runtime.residuals.dtensor import is_sharded
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.step.small_updates import is_number
 
 EVERY = 10
 """Steps from one look to the next, until storages are decided on."""
@@ -51,6 +54,14 @@ class BudgetedSteps:
         self.steps = steps
         self.begin_anew = begin_anew
         session.budgeted = weakref.ref(self)
+        self.known: dict[str, Any] = {}
+        """The entry of the optimizer's history: another one after a load."""
+        self.generation = -1
+        """The generation of the store when residuals were last seen to fit in."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have seen nothing yet."""
         self.moves: dict[str, Moves] = {}
         """Name of a state -> its moves since the first look."""
         self.start: list[Sample] = []
@@ -62,12 +73,13 @@ class BudgetedSteps:
 
     def due(self, optimizer: Optimizer) -> bool:
         """Count a step; return whether it is one to look at."""
-        known = _known(optimizer)
+        known = self._known(optimizer)
         known["steps"] += 1
         n = known["steps"]
-        if n <= PLANNED:
-            return n <= 2 or n % EVERY == 0
-        return n % _interval(n) == 0
+        if n <= 2 or n % _interval(n) == 0:
+            return True
+        # States that were made since may be too many; processes that share some look together.
+        return self.generation != STORE.generation and not _is_shared(optimizer)
 
     @disable  # where the whole training step is compiled
     def step(
@@ -81,24 +93,41 @@ class BudgetedSteps:
         # A CUDA graph that is being captured writes nothing yet, and nothing of it can be read.
         if is_capturing():
             return run(optimizer, *args, **kwargs)
-        known = _known(optimizer)
+        n, known = self.known["steps"], self.known
         with torch.no_grad():
-            if known["steps"] > 1 and not known["planned"]:
-                self._states(optimizer, {}, together=True).check(self.budget, self.steps.subject)
+            if n > 1:
+                self._fit(optimizer)
+            if n > 2 and n % _interval(n):
+                self.generation = STORE.generation
+                return run(optimizer, *args, **kwargs)
             before = samples(states_of(optimizer))
         result = run(optimizer, *args, **kwargs)
         with torch.no_grad():
             after = samples(states_of(optimizer))
             found = agreed(optimizer, moves_between(before, after))
-            if known["steps"] == 1:  # what has made states is not compiled yet, as a rule
+            if n == 1:  # what has made states is not compiled yet, as a rule
                 self._plan(optimizer, found, after)
-            elif known["steps"] > 2:  # averages have only begun in the second
+            elif n > 2:  # averages have only begun in the second
                 self._note(optimizer, found, before, after)
-            if not known["planned"] and known["steps"] >= PLANNED:
-                moves = {name: Moves(*sums) for name, sums in known["moves"].items()}
-                self._plan(optimizer, moves, after)
+            if not known["planned"] and n >= PLANNED:
+                self._plan(optimizer, self._seen(), after)
                 known |= {"planned": True, "moves": {}}
+        self.generation = STORE.generation
         return result
+
+    def _fit(self, optimizer: Optimizer) -> None:
+        """Plan anew if states that were made since take more than there is.
+
+        Raises BudgetError if they do in any storages.
+        """
+        states = self._states(optimizer, {})
+        states.check(self.budget, self.steps.subject)
+        if states.over:
+            self._plan(optimizer, self._seen() or self.moves, samples(states_of(optimizer)))
+
+    def _seen(self) -> dict[str, Moves]:
+        """Return the moves of the states until there is a plan."""
+        return {name: Moves(*sums) for name, sums in self.known["moves"].items()}
 
     def _note(
         self,
@@ -108,8 +137,7 @@ class BudgetedSteps:
         after: list[Sample],
     ) -> None:
         """Add the moves of a step to those before."""
-        known = _known(optimizer)
-        n = known["steps"]
+        known, n = self.known, self.known["steps"]
         if not self.start:
             self.start, self.looked = parameters_in(before), (n - 1, n)
         self.looked = self.looked[0], n
@@ -123,26 +151,42 @@ class BudgetedSteps:
                 many = many.at_rate(rates.get(name, 1.0))
                 known["moves"][name] = (Moves(*known["moves"].get(name, ())) + many).listed()
 
-    def _plan(self, optimizer: Optimizer, moves: dict[str, Moves], samples: list[Sample]) -> None:
+    def _plan(self, optimizer: Optimizer, moves: dict[str, Moves], after: list[Sample]) -> None:
         """Have the states in the storages of the least error, unless none are small enough.
 
         What has not moved yet is taken for what moves by units in the last place.
         """
         moved = {name: one for name, one in moves.items() if one.squares}
-        assumed = agreed(optimizer, moves_by_last_places(samples))
-        states = self._states(optimizer, assumed | moved, together=True)
+        assumed = agreed(optimizer, moves_by_last_places(after))
+        states = self._states(optimizer, assumed | moved)
         if states.fit:
             params = states.parameters().items()
             carry_out(states.choose({i: expected_way(p.moves, HORIZON) for i, p in params}))
             self.begin_anew()
 
-    def _states(self, optimizer: Optimizer, moves: dict[str, Moves], *, together: bool) -> States:
-        served = self.steps.service.served
-        return states_within(optimizer, self.budget, moves, served, together=together)
+    def _known(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what checkpoints keep: the number of steps, and moves until there is a plan.
+
+        What was seen for another budget does not count.
+        """
+        history = history_of(optimizer)
+        if history.budget is None or history.budget.get("budget") != self.budget:
+            start = {"steps": 0, "planned": False, "moves": {}}
+            history.budget = {"budget": self.budget, **start}
+        if history.budget is not self.known:
+            self.known = history.budget
+            self._begin()
+        return self.known
+
+    def _states(
+        self, optimizer: Optimizer, moves: dict[str, Moves], *, alone: bool = False
+    ) -> States:
+        return states_within(optimizer, self.budget, moves, self.steps.service.served, alone=alone)
 
     def prediction(self, optimizer: Optimizer) -> Prediction:
         """Return the storages of now with the errors that they make, in this process."""
-        states = self._states(optimizer, self.moves, together=False)
+        known = self._known(optimizer)
+        states = self._states(optimizer, self.moves, alone=True)
         first, last = self.looked
         params = states.parameters().items()
         lengths = {i: self.lengths.get(p.owned.name, 0.0) for i, p in params}
@@ -150,17 +194,11 @@ class BudgetedSteps:
         return Prediction(
             self.budget,
             states.per_element(self.budget),
-            _known(optimizer)["planned"],
+            known["planned"],
+            known["steps"],
             last - first,
             states.predicted(ways),
         )
-
-
-def _interval(n: int) -> int:
-    """Return the steps from one look to the next: four as often as the run is twice as long."""
-    if n <= PLANNED:
-        return EVERY
-    return max(PLANNED * 2 ** int(math.log2((n - 1) / PLANNED)) // 4, 1)
 
 
 def rates_to_come(optimizer: Optimizer) -> dict[str, float]:
@@ -172,15 +210,19 @@ def rates_to_come(optimizer: Optimizer) -> dict[str, float]:
     for owned in owned_parameters(optimizer):
         group = groups_of(optimizer)[owned.group]
         rate, *others = (group.get(key) for key in ("lr", "initial_lr", "max_lr"))
-        if isinstance(rate, int | float) and rate > 0:
-            known = [other for other in others if isinstance(other, int | float)]
-            found[owned.name] = max([rate, *known]) / rate
+        if is_number(rate) and rate > 0:
+            known = [float(other) for other in others if is_number(other)]
+            found[owned.name] = max([float(rate), *known]) / float(rate)
     return found
 
 
-def _known(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what checkpoints keep: the number of steps, and moves until there is a plan."""
-    history = history_of(optimizer)
-    if history.budget is None:
-        history.budget = {"steps": 0, "planned": False, "moves": {}}
-    return history.budget
+def _interval(n: int) -> int:
+    """Return the steps from one look to the next: four as often as the run is twice as long."""
+    if n <= PLANNED:
+        return EVERY
+    return max(PLANNED * 2 ** int(math.log2((n - 1) / PLANNED)) // 4, 1)
+
+
+def _is_shared(optimizer: Optimizer) -> bool:
+    """Return True if other processes have shards of an optimizer's parameters."""
+    return any(map(is_sharded, params_of(optimizer)))

@@ -63,8 +63,10 @@ def split_options(
     options = {**(known or {}), **given}
     if "arithmetic" not in given and given.keys() & {"storage", "stochastic_rounding"}:
         options.pop("arithmetic", None)  # it goes with these
-    if "storage" in given and "budget" not in given:
-        options.pop("budget", None)
+    chosen = {"storage", "level", "arithmetic", "stochastic_rounding"}
+    if "budget" in given or ((known or {}).get("budget") is not None and given.keys() & chosen):
+        for name in {"budget", *chosen} - given.keys():  # these exclude each other
+            options.pop(name, None)
     fields = {field.name for field in dataclasses.fields(CollageConfig)}
     mine = {k: v for k, v in options.items() if k in fields}
     theirs = {k.replace("-", "_"): v for k, v in options.items() if k not in fields}

@@ -130,7 +130,9 @@ def explain(
     explanation.updates, explanation.replayed = updates, replayed
     explanation.memory = bytes_by_kind(owner) if isinstance(owner, Optimizer) else {}
     explanation.remarks = [note for note in report.notes if note not in session.warned]
-    explanation.verbose, explanation.budget = verbose, budget
+    explanation.verbose = verbose
+    if budget is not None and budget.budget == config.budget:
+        explanation.budget = budget
     explanation.plan = _sized(explanation.plan, owner)
     _rename(explanation, names)
     return explanation

@@ -155,7 +155,7 @@ def _judged(seen: Sequence[Collection[_Moves]]) -> list[tuple[Owned, str, float,
 def moving_parameters(optimizer: Optimizer) -> list[Owned]:
     """Return the 16-bit parameters that a step of an optimizer moves."""
     groups = groups_of(optimizer)
-    groups = [g for g in groups if not _is_number(lr := g.get("lr")) or float(lr) != 0]
+    groups = [g for g in groups if not is_number(lr := g.get("lr")) or float(lr) != 0]
     moving = {id(p) for g in groups for p in g["params"]}
     params = (o for o in owned_parameters(optimizer) if id(o.whole) in moving)
     return [o for o in params if o.tensor.dtype in FINEST]
@@ -237,10 +237,10 @@ def _rate(optimizer: Optimizer) -> float:
     One in a tensor on a device is none: it would be waited for.
     """
     rates = [g.get("lr") for g in groups_of(optimizer)]
-    return max(map(float, filter(_is_number, rates)), default=0.0)
+    return max(map(float, filter(is_number, rates)), default=0.0)
 
 
-def _is_number(rate: Any) -> TypeGuard[float]:
+def is_number(rate: Any) -> TypeGuard[float]:
     """Return True if a rate is a number, which a tensor on a device would be waited for to be."""
     if isinstance(rate, Tensor):
         return rate.numel() == 1 and rate.is_cpu and not rate.requires_grad

@@ -97,7 +97,10 @@ def test_a_resumed_run_plans_as_one_that_goes_on() -> None:
     train(model, optimizer, 6)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     found = []
-    for entry in (None, {"steps": 6, "planned": True, "moves": {}}):  # as if there were a plan
+    for entry in (
+        None,
+        {"budget": 7.5, "steps": 6, "planned": True, "moves": {}},
+    ):  # as if there were a plan
         other, resumed = made(lr=1e-5, budget=7.5)
         weights, states = copy.deepcopy(saved)
         if entry is not None:
@@ -122,8 +125,21 @@ def test_recorded_steps_choose_alike() -> None:
     assert storages(recorded) == storages(optimizer)
 
 
+class Unforeseen(torch.optim.AdamW):
+    """An optimizer of which no copies without data tell the states."""
+
+    def step(self) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].grad.norm().item() >= 0:
+            super().step()
+
+
 def test_too_small_a_budget_names_the_least() -> None:
-    model, optimizer = made(budget=5.0)
+    with pytest.raises(BudgetError, match=r"^budget=5\.0: 6 bytes for each element"):
+        made(budget=5.0)
+    with pytest.raises(BudgetError, match=r"6 bytes for each element .* \(0\.00 MiB\)"):
+        made(budget="3kB")
+    model = model_in_bf16()
+    optimizer: Any = collage_fx.compile_(Unforeseen(model.parameters()), budget=5.0)
     train(model, optimizer, 1)
     before = [t.clone() for t in tensors(optimizer)]
     with pytest.raises(BudgetError, match=r"^budget=5\.0: 6 bytes for each element"):
@@ -134,6 +150,38 @@ def test_too_small_a_budget_names_the_least() -> None:
     assert size(optimizer) == 6
 
 
+def test_states_that_are_made_late_fit_in() -> None:
+    model, optimizer = made(budget=8.0)
+    late = torch.nn.Linear(16, 16).bfloat16()
+    model[2].requires_grad_(False)
+    train(model, optimizer, 6)
+    model[2].requires_grad_(True)
+    train(model, optimizer, 3)
+    assert size(optimizer) <= 8
+    train(model, optimizer, PLANNED)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    for p in late.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(2):
+        optimizer.step()
+    assert size(optimizer) <= 8
+
+
+def test_a_checkpoint_of_another_budget_is_planned_anew() -> None:
+    model, optimizer = made(budget=11.0)
+    train(model, optimizer, PLANNED + 4)
+    other, resumed = made(budget=7.0)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert size(resumed) > 10
+    train(other, resumed, 1)
+    assert 6.5 < size(resumed) <= 7
+    # What was seen of another run is no part of this one.
+    train(other, resumed, PLANNED)
+    resumed.load_state_dict(copy.deepcopy(resumed.state_dict()))
+    assert collage_fx.explain(resumed).budget.steps == 0
+
+
 def test_other_options_beside_a_budget() -> None:
     for options in ({"storage": "ulp8"}, {"level": "light"}, {"arithmetic": "eft"}):
         with pytest.raises(OptionError, match="beside budget=8"):
@@ -142,7 +190,13 @@ def test_other_options_beside_a_budget() -> None:
         collage_fx.compile(lambda p, g: p.add_(g), budget=8)
     # What a step would be with a storage is explained without the budget of now.
     _, optimizer = made(budget=8)
-    assert "storage=ulp8" in str(collage_fx.explain(optimizer, storage="ulp8"))
+    text = str(collage_fx.explain(optimizer, storage="ulp8"))
+    assert "storage=ulp8" in text
+    assert "budget" not in text
+    assert "budget=7" in str(collage_fx.explain(optimizer, budget=7.0))
+    _, optimizer = made(storage="ulp8")
+    assert "budget 7" not in str(collage_fx.explain(optimizer, budget=7.0))
+    assert "storages are chosen" in str(collage_fx.explain(made(budget=8.0)[1]))
 
 
 def test_explain_and_monitor_show_the_error(tmp_path: Path) -> None:
@@ -174,5 +228,7 @@ def test_a_rate_that_warms_up_counts_as_the_largest() -> None:
     assert set(rates_to_come(optimizer).values()) == {1.0}
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.125)
     assert set(rates_to_come(optimizer).values()) == {8.0}
+    optimizer.param_groups[0]["lr"] = torch.tensor(2.5e-3)
+    assert max(rates_to_come(optimizer).values()) == pytest.approx(4)
     optimizer.param_groups[0]["lr"] = 0.0
     assert rates_to_come(optimizer) == {}

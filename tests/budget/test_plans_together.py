@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import collage_fx
 from collage_fx.budget import step as budgeted
-from collage_fx.budget.agreement import means
+from collage_fx.budget.agreement import together
 
 
 def work(rank: int, folder: str) -> None:
@@ -41,9 +41,16 @@ def work(rank: int, folder: str) -> None:
     residuals = [collage_fx.residuals(t) for t in tensors]
     dtypes = [[str(r.dtype) for r in found] for found in residuals]
     size = sum(t.to_local().nbytes for t in tensors) + sum(r.nbytes for f in residuals for r in f)
-    own, together = means([tensors[0].to_local()], [[rank]]), means([tensors[0]], [[rank]])
+    whole, own = {"w": tensors[0]}, {"w": tensors[0].to_local()}
+    found = [
+        together(own, {"w": [rank]}),
+        together(whole, {"w": [rank]}),
+        together(whole, {"w": [rank]}, largest=True),
+        # One process has another tensor besides.
+        together(whole | {"x": tensors[1]}, {"w": [rank]} | {"x": [3.0]} if rank else {"w": [0.0]}),
+    ]
     numel = sum(p.to_local().numel() for p in model.parameters())
-    torch.save((dtypes, size, numel, own, together), f"{folder}/{rank}")
+    torch.save((dtypes, size, numel, found), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
@@ -54,6 +61,8 @@ def test_processes_with_shards_choose_alike(tmp_path: Path) -> None:
     assert len({str(dtypes) for dtypes in one}) > 1
     sizes, numels = zip(first[:2], second[:2], strict=True)
     assert sum(sizes) <= 7 * sum(numels) + len(one)  # each half byte at the end of a shard
-    # The control: each by itself has other numbers.
-    assert [first[2], second[2]] == [[[0]], [[1]]]
-    assert first[3] == second[3] == [[0.5]]
+    own, mean, largest, united = zip(first[2], second[2], strict=True)
+    assert mean == ({"w": [0.5]}, {"w": [0.5]})
+    assert largest == ({"w": [1]}, {"w": [1]})
+    assert united == ({"w": [0.5], "x": [3]}, {"w": [0.5], "x": [3]})
+    assert own == ({"w": [0]}, {"w": [1]}), "the control: each by itself has other numbers"

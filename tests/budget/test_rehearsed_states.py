@@ -61,7 +61,7 @@ def test_states_are_known_before_they_are_made(
         (AdamW, {}, 12, ("remainder16", "remainder16")),
         (SGD, {"momentum": 0.9}, 6, ("remainder16", "sr")),
         (SGD, {}, "2.5KiB", ("remainder16", "sr")),
-        (ReadsNumbers, {"momentum": 0.9}, 7, ("ulp8", "sr")),  # as with two states
+        (ReadsNumbers, {"momentum": 0.9}, 5, ("remainder16", "sr")),  # not known
     ],
 )
 def test_parameters_begin_in_the_finest_storage_that_fits(
@@ -71,3 +71,11 @@ def test_parameters_begin_in_the_finest_storage_that_fits(
     config = beginning(CollageConfig(budget=budget), optimizer)
     assert config.storage == (("param", begins[0]), ("*", begins[1]))
     assert beginning(CollageConfig(), optimizer) == CollageConfig()
+
+
+def test_bytes_of_other_dtypes_count_and_their_elements_do_not() -> None:
+    params = [torch.nn.Parameter(torch.ones(64, dtype=d)) for d in (torch.bfloat16, torch.float32)]
+    config = beginning(CollageConfig(budget=12.0), AdamW(params, lr=1e-3))
+    assert config.storage == (("param", "remainder16"), ("*", "remainder16"))
+    config = beginning(CollageConfig(budget=10.0), AdamW(params, lr=1e-3))
+    assert config.storage == (("param", "remainder16"), ("*", "sr"))

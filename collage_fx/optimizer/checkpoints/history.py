@@ -30,7 +30,7 @@ class History:
     taken: int = 0
     """Number of steps it has taken."""
     budget: dict[str, Any] | None = None
-    """Observations for a budget: `steps`, `moves` of the states by name, and whether all is
+    """Observations for a `budget`: `steps`, `moves` of the states by name, and whether all is
     `planned`; None without one."""
     on_host: list[tuple[Any, list[str]]] | None = None
     """`capturable` of each group, and the names of the numbers that plain PyTorch has on the
