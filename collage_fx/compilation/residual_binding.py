@@ -80,8 +80,9 @@ class Residuals:
     """The verdicts by the positions of the states."""
     introduced: bool = False
     """True once the optimizers of the graph's states have been searched for."""
-    ensured: tuple[int, list[Residual | None]] = (-1, [])
-    """The generation of the store in the last call, and the residuals of then."""
+    ensured: tuple[int, list[int]] = (-1, [])
+    """The generation of the store in the last call, and the ids of the residuals of then, for as
+    long as it is the same: a graph that is not called any more must not keep them alive."""
 
     def gather(self, args: tuple[Any, ...]) -> "Gathered":
         """Find the residuals for a call and make sure that each belongs to its tensor."""
@@ -91,12 +92,12 @@ class Residuals:
         clear_stale([(t, r) for t, r in pairs if r is not None], self.named)
         ownerless = [] if self.introduced and all(found) else self._introduce(tensors)
         self.introduced = True
-        if self.ensured != (generation, found):
+        if self.ensured != (generation, list(map(id, found))):
             found = [
                 STORE.ensure(tensor, self._storage(c), c.state_name, residual, c.place)
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
-            self.ensured = STORE.generation, found
+            self.ensured = STORE.generation, list(map(id, found))
         current = [(t, r) for t, r in zip(tensors, found, strict=True) if r is not None]
         for tensor in ownerless:
             STORE.share_by_memory(tensor)

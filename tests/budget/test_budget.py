@@ -4,7 +4,9 @@ For budget.plan, budget.prediction and budget.step.
 """
 
 import copy
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,19 @@ def test_a_resumed_run_plans_as_one_that_goes_on() -> None:
     equal = [all(map(torch.equal, values, one)) for _, one in found]
     assert equal == [True, False]  # the second is the control
     assert storages(found[0][0]) == storages(optimizer) != storages(found[1][0])
+
+
+@pytest.mark.parametrize("budget", [8.25, 9.0])
+def test_residuals_that_were_converted_are_let_go_of(budget: float) -> None:
+    model, optimizer = made(budget=budget)
+    train(model, optimizer, PLANNED - 1)
+    before = [weakref.ref(r) for t in tensors(optimizer) for r in collage_fx.residuals(t)]
+    train(model, optimizer, 3)
+    gc.collect()
+    now = {id(r) for t in tensors(optimizer) for r in collage_fx.residuals(t)}
+    left = [r for ref in before if (r := ref()) is not None]
+    assert len(left) < len(before)  # the control
+    assert {id(r) for r in left} <= now
 
 
 def test_recorded_steps_choose_alike() -> None:
