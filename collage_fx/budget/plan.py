@@ -14,7 +14,13 @@ from collage_fx.budget.layout import Option, best, bytes_of, storages_for
 from collage_fx.budget.prediction import Predicted
 from collage_fx.budget.rehearsal import states_to_come
 from collage_fx.config import CollageConfig, total_bytes
-from collage_fx.optimizer.ownership import PARAM, Owned, owned_tensors, params_of
+from collage_fx.optimizer.ownership import (
+    PARAM,
+    Owned,
+    owned_parameters,
+    owned_tensors,
+    params_of,
+)
 from collage_fx.optimizer.served import Served
 from collage_fx.runtime.errors import BudgetError
 from collage_fx.runtime.residuals.dtensor import place_of, shard_of
@@ -222,6 +228,13 @@ def states_within(
     numel = sum(s.numel for s in states if s.owned.key == PARAM) or 1.0
     own = sum(size for _, size in rows.values())
     return States(states, per_element(budget, numel) * numel - own, numel)
+
+
+def any_over(optimizer: Optimizer, states: States) -> bool:
+    """Return True if residuals take too many bytes, to one of the processes that share them."""
+    wholes = {o.name: o.whole for o in owned_parameters(optimizer)}
+    rows: Rows = {name: [float(states.over)] for name in wholes}
+    return any(over for (over,) in together(wholes, rows, largest=True).values())
 
 
 def agreed(optimizer: Optimizer, moves: Mapping[str, Moves]) -> dict[str, Moves]:

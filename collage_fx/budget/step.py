@@ -10,7 +10,7 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 
 from collage_fx.budget.error_model import Moves, Way, expected_way
-from collage_fx.budget.plan import States, agreed, carry_out, states_within
+from collage_fx.budget.plan import States, agreed, any_over, carry_out, states_within
 from collage_fx.budget.prediction import PLANNED, Prediction
 from collage_fx.budget.samples import (
     Sample,
@@ -122,7 +122,7 @@ class BudgetedSteps:
         """
         states = self._states(optimizer, {})
         states.check(self.budget, self.steps.subject)
-        if states.over:
+        if any_over(optimizer, states):
             self._plan(optimizer, self._seen() or self.moves, samples(states_of(optimizer)))
 
     def _seen(self) -> dict[str, Moves]:
