@@ -1,6 +1,6 @@
 """Hooks on functions that read data or order streams without the dispatcher: they flush first.
 
-Those that make a tensor of Python's numbers say of which, since dispatch sees rounded ones.
+Hooks on constructors pass on the Python numbers of a tensor: dispatch sees them rounded.
 
 A recorded step hands out tensors whose data come later. `.item()` and operations are seen by its
 dispatch mode; these methods are not. A TorchFunctionMode would see them, and each `p.grad` too,
