@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from replay import conditions, record
+from replay import Model, conditions, record
+from steps import Lion
 from storages import RATES, whole
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,22 +27,11 @@ import collage_fx
 RESULTS = Path(__file__).parent / "results/budgets.json"
 
 
-class Lion(Optimizer):
-    """Lion as its paper has it (arXiv 2302.06675), a parameter after the other."""
-
-    def __init__(self, params: list[Tensor], lr: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.01})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Take a step."""
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for p in group["params"]:
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = torch.sign(m * beta1 + p.grad * (1 - beta1))
-                p.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr)
-                m.lerp_(p.grad, 1 - beta2)
+def lion(params: list[Tensor], lr: float) -> Optimizer:
+    """Return Lion with the weight decay of the AdamW here."""
+    optimizer = Lion(params, lr)
+    optimizer.param_groups[0]["weight_decay"] = 0.01
+    return optimizer
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[float, ...]]] = {
@@ -53,7 +43,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[float, ...]]] = {
         lambda params, lr: torch.optim.SGD(params, lr=100 * lr, momentum=0.9, foreach=True),
         (4.5, 5, 6, 6.5, 8),
     ),
-    "Lion": (Lion, (4.5, 5, 6, 6.5, 8)),
+    "Lion": (lion, (4.5, 5, 6, 6.5, 8)),
     "Adafactor": (
         lambda params, lr: torch.optim.Adafactor(params, lr=lr, eps=(1e-7, 1e-3)),
         (2.6, 3.1, 4.2),
@@ -132,7 +122,7 @@ def main() -> None:
     rows = [r for r in known if args.only and r["optimizer"] != args.only]
     rows += measured(args.steps, args.only)
     rows.sort(key=lambda r: (list(OPTIMIZERS).index(r["optimizer"]), -r["lr"], r["budget"]))
-    about = conditions(args.steps, [])
+    about = conditions(args.steps, list(Model().parameters()))
     args.out.write_text(json.dumps({"conditions": about, "rows": rows}, indent=1) + "\n")
     notes = "\n".join(f"- {k}: {v}" for k, v in about.items())
     head = "E_theta after the last step, in brackets what is predicted of it."
