@@ -28,12 +28,11 @@ from collage_fx.step.compiled_step import (
     Looks,
     compile_function,
     compile_optimizer,
-    in_place,
     optimizer_of,
     report_of,
 )
 from collage_fx.step.distributed_wrappers import compile_wrapper, wrapped_optimizers
-from collage_fx.step.subject import refuse_mastered, stepping, subject_of
+from collage_fx.step.subject import in_place, refuse_mastered, stepping, subject_of
 
 OptimizerT = TypeVar("OptimizerT")
 
@@ -65,8 +64,10 @@ def compile(
     Returns:
         For an optimizer a method bound to it, to be called in place of `optimizer.step`; it can be
         assigned to `optimizer.step` as well, and learning-rate schedulers and gradient scalers
-        work with it. state_dict() and load_state_dict() of the optimizer carry the residuals from
-        then on. For a function the compiled function.
+        work with it. With `clip_grad_norm` its attribute `grad_norm` is the norm of the gradients
+        of the last step, before they were clipped: a 0-d fp32 tensor on their device.
+        state_dict() and load_state_dict() of the optimizer carry the residuals from then on.
+        For a function the compiled function.
 
     Raises:
         OptionError: an option or value that does not exist.
@@ -105,6 +106,8 @@ def compile_own(
     """Compile the step of an optimizer, of whatever class; see `compile`."""
     config, inductor = split_options(options, mode)
     if held := wrapped_optimizers(optimizer):
+        if config.clip_grad_norm is not None:  # a process may hold a part of the parameters
+            options = {**options, "clip_over": [optimizer, *config.clip_over]}
         steps = [compile(one, mode=mode, **options) for one in held]
         return compile_wrapper(optimizer, held, steps)
     config = _begin(optimizer, config, options)
@@ -177,7 +180,7 @@ def _compile_for_backend(
     if wrapped_optimizers(optimizer):
         return None
     config, inductor = split_options(options or {}, mode)
-    backend.refuse_verify(config)
+    backend.refuse_for_string(config)
     config = _begin(optimizer, config, options or {})
     session = Backend(config, inductor, optimizer=weakref.ref(optimizer))
     return compile_optimizer(optimizer, session, hooked=False, look=_look(config))

@@ -2,9 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from collage_fx.passes.ir.program import OPTIONAL, Arithmetic, Level, OnUnsupported, Settings
 from collage_fx.runtime.errors import OptionError, meant
@@ -25,6 +29,8 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "multi_tensor": (True, False, "auto"),
     "stochastic_rounding": (True, False),
     "record": (True, False, "auto"),
+    "error_if_nonfinite": (True, False),
+    "zero_grads": (True, False),
 }
 
 
@@ -54,6 +60,20 @@ def _choice(storage: Any) -> Choice:
     return tuple((pattern, ALIASES.get(name, name)) for pattern, name in pairs)
 
 
+def _references(optimizers: Any) -> tuple[weakref.ref[Optimizer], ...]:
+    """Return weak references to optimizers, which may be such references already."""
+    given = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    alive = [one() if isinstance(one, weakref.ref) else one for one in found]
+    if not all(isinstance(one, Optimizer | None) for one in alive) or given is None:
+        raise OptionError(f"clip_over={optimizers!r} is not a sequence of optimizers")
+    return tuple(weakref.ref(one) for one in alive if one is not None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _names(option: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
@@ -76,8 +96,7 @@ def checked_budget(budget: Any) -> float | str:
     """
     if isinstance(budget, str) and total_bytes(budget) > 0:
         return budget
-    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-    if is_number and 0 < budget < math.inf:
+    if _is_number(budget) and 0 < budget < math.inf:
         return float(budget)
     raise OptionError(
         f"budget={budget!r} is neither bytes for each element of the parameters, such as 9.0, nor "
@@ -172,7 +191,28 @@ class CollageConfig(Settings):
     move in the first hundred steps; residuals are rounded by chance. For `storage="auto"`, with
     `collage_fx.compile` of an optimizer only."""
 
+    clip_grad_norm: float | Tensor | None = field(default=None, kw_only=True)
+    """Largest norm that the gradients of a step may have, a number or a 0-d tensor that may change:
+    in the step they are multiplied by min(1, clip_grad_norm / (norm + 1e-6)), in registers, and
+    left in memory as they are. `optimizer.step.grad_norm` is the norm. With `collage_fx.compile` of
+    an optimizer only."""
+    clip_over: Sequence[Callable[[], Optimizer | None]] = field(
+        default=(), kw_only=True, repr=False, compare=False
+    )
+    """Optimizers whose gradients count in the norm, beside those of the optimizer itself; kept as
+    weak references."""
+    error_if_nonfinite: bool = field(default=False, kw_only=True)
+    """True to wait for the norm, and raise NonFiniteError where it is infinite or a NaN, before
+    anything is written. Otherwise the step does what it does with such gradients."""
+
+    zero_grads: bool = field(default=False, kw_only=True)
+    """True to overwrite gradients with zeros in the step, where they have just been read, in place
+    of `optimizer.zero_grad()`. They are not None then: a parameter that gets no gradient in the
+    next backward pass is updated with zeros, so that weight decay and momentum move it. With
+    `collage_fx.compile` of an optimizer only."""
+
     def __post_init__(self) -> None:
+        self._check_clipping()
         if self.budget is not None:
             self._set_budget()
         if self.stochastic_rounding and self.arithmetic == "eft":
@@ -209,6 +249,23 @@ class CollageConfig(Settings):
                 f"computed as it is and rounds nothing; it is for {can}"
             )
 
+    def _check_clipping(self) -> None:
+        """Raise OptionError for a norm, or optimizers, that there are none of."""
+        most = self.clip_grad_norm
+        if isinstance(most, Tensor):
+            good = not most.dim() and most.is_floating_point()
+        else:
+            good = most is None or (_is_number(most) and most >= 0)
+        if not good:
+            raise OptionError(
+                f"clip_grad_norm={most!r} is neither a number from 0 on nor a 0-d tensor of one"
+            )
+        object.__setattr__(self, "clip_over", _references(self.clip_over))
+        over = bool(self.clip_over)
+        if most is None and (over or self.error_if_nonfinite):
+            name = "clip_over" if over else "error_if_nonfinite"
+            raise OptionError(f"{name} is for clip_grad_norm, which is not given")
+
     def _set_budget(self) -> None:
         """Have all states begin in storage `sr`, and what decides on storages set for a budget."""
         object.__setattr__(self, "budget", checked_budget(self.budget))
@@ -238,6 +295,18 @@ class CollageConfig(Settings):
         if self.arithmetic is None:
             arithmetic = "wide" if self.stochastic_rounding else "eft"
             object.__setattr__(self, "arithmetic", arithmetic)
+
+    def of_gradients(self) -> list[str]:
+        """Say what a step does to gradients beside reading them."""
+        most, others = self.clip_grad_norm, len(self.clip_over)
+        value = "a tensor" if isinstance(most, Tensor) else most
+        over = f", and those of {others} optimizers in clip_over in the norm" if others else ""
+        said = []
+        if most is not None:
+            said.append(f"gradients are clipped as they are read: clip_grad_norm={value}{over}")
+        if self.zero_grads:
+            said.append("gradients are overwritten with zeros as they are read: zero_grads=True")
+        return said
 
     def rounds_by_chance(self, storage: str) -> bool:
         """Return True if the last word of a storage is rounded by chance."""

@@ -113,6 +113,21 @@ class UnsupportedError(CollageError, NotImplementedError):
     """
 
 
+class NonFiniteError(CollageError, RuntimeError):
+    """Gradients of which the norm is infinite or a NaN, where `error_if_nonfinite=True`.
+
+    Nothing was written.
+
+    Examples:
+        >>> step = collage_fx.compile(optimizer, clip_grad_norm=1.0, error_if_nonfinite=True)
+        >>> model.weight.grad = torch.full_like(model.weight, torch.inf)
+        >>> step()
+        Traceback (most recent call last):
+            ...
+        NonFiniteError: the norm of the gradients is inf, and error_if_nonfinite=True; ...
+    """
+
+
 class RuleError(CollageError, RuntimeError):
     """The rule of an operation on a carried path failed: a defect of that rule."""
 

@@ -80,3 +80,17 @@ def tree_map(
 def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """Return new containers with the results of a function in place of leaves of a class."""
     return tree_map(lambda x: function(x) if isinstance(x, kind) else x, tree)
+
+
+def replace_functions(
+    given: Any, is_function: Callable[[Any], bool], replace: Callable[[Any], Any]
+) -> Any:
+    """Return arguments with the functions in them, closures say, replaced.
+
+    Lists and dicts without any stay the same objects: who is given them may write to them.
+    """
+
+    def has_none(tree: Any) -> bool:
+        return not any(map(is_function, tree_leaves(tree)))
+
+    return tree_map(lambda a: replace(a) if is_function(a) else a, given, is_leaf=has_none)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
+from collage_fx.gradients.scaled_step import with_gradients
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.traces import traced_code, watch_traces
 from collage_fx.optimizer.ownership import family
@@ -110,6 +111,9 @@ class Session:
     """The warnings, each with the function it was about, where there are several."""
     budgeted: Callable[[], Any] = lambda: None
     """A weak reference to the `BudgetedSteps` of the optimizer, where it has a budget."""
+    factor: Callable[[], Tensor | None] = lambda: None
+    """Function that finds the 0-d tensor by which gradients are multiplied in the steps; None where
+    they are not."""
     notes: set[str] = field(default_factory=set)
     """Remarks that a report has beside the warnings."""
     breaks: list[str] = field(default_factory=list)
@@ -140,6 +144,20 @@ class Session:
     def deduplicates(self) -> bool:
         """True if one member of a class may be compiled for all: a kernel runs over all of them."""
         return bool(self.config.multi_tensor) and "deduplicate" not in self.config.without
+
+    @property
+    def scales(self) -> bool:
+        """True if the steps multiply gradients by a number before they read them."""
+        return self.config.clip_grad_norm is not None
+
+    def with_gradients(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that does to gradients what the user asks for."""
+        zeros = self.config.zero_grads
+        return with_gradients(step, zeros=zeros) if zeros or self.scales else step
+
+    def shared_numbers(self) -> list[Tensor]:
+        """Return the 0-d tensors, none of its optimizer's, that all parameters are updated with."""
+        return [t for t in (self.factor(),) if t is not None]
 
     @property
     def divides(self) -> bool:

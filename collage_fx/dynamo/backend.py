@@ -23,6 +23,8 @@ from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at,
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols, writes_number
+from collage_fx.gradients.norm import gradients_of
+from collage_fx.gradients.scaled_step import Multiplied, multiply_apart
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import trace_without_numbers
 from collage_fx.hooks.traces import traced_code
@@ -39,6 +41,7 @@ from collage_fx.record.steps import Steps
 from collage_fx.runtime import logs, progress, torch_private
 from collage_fx.runtime.errors import CollageError, OptionError, own_name
 from collage_fx.runtime.kernels import left_out
+from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, shared_between_storages
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
@@ -143,6 +146,15 @@ class Backend(Session):
             self.notes.add(f"recorded: {message}")
             raise SkipFrame(message)
 
+    def _refuse_part(self) -> None:
+        """Record the steps of which Dynamo traces a part that multiplies gradients by a number.
+
+        Other parts would read the gradients as they are. Raises SkipFrame.
+        """
+        if (steps := self.steps()) is not None:
+            steps.enter(Cause.SCALED_IN_PART)
+        self.refuse("gradients are multiplied in a part of the step, which others go on from")
+
     def refuse_each(self, argument: Any, part: Any) -> None:
         """Have a step recorded in which a method is called for one parameter after another.
 
@@ -163,6 +175,8 @@ class Backend(Session):
         torch_private.require()
         if (steps := self.steps()) is not None:
             steps.look()
+        if multiply_apart(gm) and not self.is_whole(gm):
+            self._refuse_part()
         if self.reads_numbers and reads_numbers(gm):
             self._read_numbers(gm)
         if writes_number(gm):
@@ -200,7 +214,7 @@ def collage(
     Raises OptionError for unknown names and values.
     """
     config, inductor = split_options(options or {}, mode)
-    refuse_verify(config)
+    refuse_for_string(config)
     # Not one for each graph, so that a warning is not repeated at every recompilation.
     optimizer = optimizer_hooks.traced_optimizer()
     sessions = _SESSIONS if optimizer is None else _OF_OPTIMIZER.setdefault(optimizer, {})
@@ -212,13 +226,19 @@ def collage(
     return sessions[key](gm, example_inputs)
 
 
-def refuse_verify(config: CollageConfig) -> None:
-    """Raise OptionError if the backend string is to check steps against float64.
+def refuse_for_string(config: CollageConfig) -> None:
+    """Raise OptionError for what the backend string does not do.
 
-    The string's backend would take the copy's step for the optimizer's, and do it.
+    It would take a copy's step, which is checked against float64, for the optimizer's, and do it;
+    and it sees no gradients before a step.
     """
-    if config.verify:
-        raise OptionError("verify=n is for collage_fx.compile, which sees whole steps")
+    asked = {
+        "verify=n": config.verify,
+        "clip_grad_norm": config.clip_grad_norm is not None,
+        "zero_grads": config.zero_grads,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise OptionError(f"{name} is for collage_fx.compile, which sees whole steps")
 
 
 class _Step:
@@ -411,6 +431,8 @@ class _Step:
 
         To Dynamo a NumPy array is another tensor, whose value a write does not change.
         """
+        if self.session.scales:
+            self._refuse_other_reads(args)
         if shared_between_storages(a for a in args if isinstance(a, Tensor)):
             why = _TWO_STORAGES
         elif self.shares_gradients:
@@ -418,6 +440,18 @@ class _Step:
         else:
             return
         self.session.record_instead(why)
+
+    def _refuse_other_reads(self, args: tuple[Any, ...]) -> None:
+        """Raise UnsupportedError if it takes the memory of a gradient by another tensor."""
+        optimizer = self.session.optimizer()
+        gradients = gradients_of(optimizer) if optimizer is not None else []
+        found = Multiplied()
+        for g in gradients:
+            found.note(g, g)
+        known = {id(t) for g in gradients for t in (g, shard_of(g))}
+        for source, a in zip(self.symbols.sources, args, strict=False):
+            if isinstance(a, Tensor) and id(a) not in known:
+                found.refuse(source, [a], lambda: "a graph of the step")
 
     def _has_kernels(self, steps: Steps) -> bool:
         """Compile the kernels of the graph; where that fails, have the graph recorded."""

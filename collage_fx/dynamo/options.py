@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+
+from torch.optim import Optimizer
 
 from collage_fx.config import CollageConfig
 from collage_fx.passes.ir.program import Arithmetic
@@ -14,6 +16,7 @@ OPTION_TYPES: dict[str, Any] = {
     **{field.name: field.type for field in dataclasses.fields(CollageConfig)},
     "arithmetic": Arithmetic | None,
     "storage": str | dict[str, str],
+    "clip_over": Sequence[Optimizer],
     "mode": str | None,
 }
 """Option -> what is given for it; `mode` is torch.compile's."""

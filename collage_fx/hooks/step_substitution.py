@@ -15,6 +15,7 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 
 from collage_fx.runtime.errors import OF_COPY
+from collage_fx.runtime.torch_private import _use_grad_for_differentiable
 
 STEP = "_collage_step"
 """Attribute of an optimizer: the function that does its steps; no checkpoint or copy has it."""
@@ -23,6 +24,7 @@ _STEPS = "_collage_steps"
 _SUBSTITUTED = "_collage_substituted"
 """Attribute set between its hooks and its step: the function is to be called in this call."""
 _AROUND = Optimizer.profile_hook_step(lambda: None).__code__
+_CUTTING = _use_grad_for_differentiable(lambda: None).__code__
 
 
 def substitute(
@@ -62,6 +64,23 @@ def leave(optimizer: Optimizer) -> None:
 def can_substitute(optimizer: Optimizer) -> bool:
     """Return True if PyTorch calls the step of an optimizer after hooks, as it does since 2.0."""
     return _with_hooks(type(optimizer).step) is not None
+
+
+def put_beneath_hooks(
+    step: Any, put: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return the step of a class with a function put around what it does after its hooks.
+
+    Around all of it, where somebody has put something around the hooks. Of torch.optim's steps
+    within the function that cuts graphs, as it sets whether gradients are recorded.
+    """
+    around = _with_hooks(step)
+    if around is None or around is not step:
+        return put(step)
+    own: Any = around.__wrapped__  # type: ignore[attr-defined]
+    cuts = getattr(own, "__code__", None) is _CUTTING
+    inner = _use_grad_for_differentiable(put(own.__wrapped__)) if cuts else put(own)
+    return Optimizer.profile_hook_step(inner)
 
 
 def beneath_hooks(step: Any) -> Callable[..., Any]:

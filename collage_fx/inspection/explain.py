@@ -44,6 +44,7 @@ from collage_fx.runtime.trees import tree_map
 from collage_fx.step.compiled_step import (
     compile_function,
     compile_optimizer,
+    optimizer_of,
     report_of,
     session_of,
 )
@@ -96,6 +97,7 @@ def explain(
     """
     budget = _prediction_of(optimizer_or_function)
     subject, step, known, names = _prepare(optimizer_or_function, args, model)
+    known = _without_itself(known, optimizer_or_function)
     config, inductor = split_options(options, known=known)
     # What was given counts, and what the step was given, unless that is for another storage.
     other = options.keys() & {"storage", "stochastic_rounding"}
@@ -136,6 +138,13 @@ def explain(
     explanation.plan = _sized(explanation.plan, owner)
     _rename(explanation, names)
     return explanation
+
+
+def _without_itself(known: dict[str, Any], subject: Any) -> dict[str, Any]:
+    """Return options without the optimizer whose copy is explained, whose gradients count once."""
+    optimizer = optimizer_of(subject) if known.get("clip_over") else None
+    others = [one for one in known.get("clip_over", ()) if one() is not optimizer]
+    return {**known, "clip_over": others} if optimizer is not None else known
 
 
 def _prediction_of(subject: Any) -> Prediction | None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import OptionError, SubjectError
+from collage_fx.gradients.clipping import clip
 from collage_fx.inspection.gradients import GradientRecorder, Gradients, gradients_of
 from collage_fx.inspection.values import value
 from collage_fx.optimizer.ownership import owned_tensors, params_of
@@ -128,6 +129,8 @@ def _run(
         for twin, step in ((plain, _own(plain)), (better, compiled), (exact, _own(exact))):
             for p, gradient in zip(params_of(twin), gradients, strict=True):
                 p.grad = None if gradient is None else gradient.to(p.dtype, copy=True)
+            if twin is not better:
+                clip(twin, config)
             with nullcontext() if twin is better else set_stance("force_eager"):
                 step(*closure_for(step))
         _note(plain, better, exact, result)

@@ -23,9 +23,10 @@ from collage_fx.runtime.torch_private import _use_grad_for_differentiable
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
-_AMP = ("found_inf", "grad_scale")
+FOUND_INF, GRAD_SCALE = _AMP = ("found_inf", "grad_scale")
 """Attributes that torch.amp.GradScaler leaves on an optimizer whose kernel unscales gradients."""
-_AMP_SCALING = "_step_supports_amp_scaling"
+AMP_SCALING = "_step_supports_amp_scaling"
+"""Attribute of such an optimizer."""
 _TOUCHED = ("fused", "capturable")
 SCALE = "_collage_grad_scale"
 """Attribute that has the scale of an optimizer's gradients within a step."""
@@ -72,7 +73,7 @@ def note_of(config: CollageConfig) -> str:
 
 
 @contextmanager
-def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
+def traceable(optimizer: Optimizer, *, asks: bool, scales: bool = False) -> Iterator[bool]:
     """Let Dynamo trace a step of the optimizer, within this context; groups are restored after it.
 
     States are made first, as the fused kernel has them: step counts on the parameter's device,
@@ -82,6 +83,8 @@ def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
         optimizer: whose step it is.
         asks: whether to wait for what GradScaler has found, where it is on a device. Otherwise
             kernels look there, and the step ends where something else would write memory.
+        scales: whether the step itself multiplies gradients by a number: a GradScaler leaves them
+            to it then, be its kernel fused or not.
 
     Yields:
         Whether the step is to be done; not if GradScaler is known to have found a gradient that is
@@ -91,9 +94,9 @@ def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
     with ExitStack() as restored:
         for one in family(optimizer):
             groups = list(_fused_groups(one))
-            if not groups:
+            if not groups and not (scales and one is optimizer):
                 continue
-            if isinstance(one, Adam) and init_of_torch(one) is not None:
+            if groups and isinstance(one, Adam) and init_of_torch(one) is not None:
                 init_states(one, groups)
             restored.callback(vars(one).update, {k: vars(one)[k] for k in _AMP if k in vars(one)})
             restored.callback(vars(one).pop, SCALE, None)
@@ -112,10 +115,10 @@ def traceable(optimizer: Optimizer, *, asks: bool) -> Iterator[bool]:
                 group["fused"] = None
                 if "capturable" in group:  # what only the fused kernel is on a CPU
                     group["capturable"] = all(p.is_cuda or p.is_xpu for p in group["params"])
-            if one is not optimizer and _AMP_SCALING in vars(one):
+            if one is not optimizer and AMP_SCALING in vars(one):
                 # A GradScaler that is called within the step unscales by itself.
-                restored.callback(setattr, one, _AMP_SCALING, True)
-                setattr(one, _AMP_SCALING, False)
+                restored.callback(setattr, one, AMP_SCALING, True)
+                setattr(one, AMP_SCALING, False)
         yield wanted
 
 
@@ -138,7 +141,7 @@ def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., A
     that quotient rounded, as by the fused kernel. In fp16, where gradients are scaled because they
     would be 0, that matters.
     """
-    if not getattr(optimizer, _AMP_SCALING, False):
+    if not (isinstance(optimizer, FUSED) and getattr(optimizer, AMP_SCALING, False)):
         return inner
 
     def unscaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +159,8 @@ def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., A
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     """Return True if the step of an optimizer's class is torch.optim's, and no subclass's."""
-    return inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+    module = inspect.unwrap(type(optimizer).step).__module__ or ""  # None: made by exec()
+    return module.startswith("torch.optim.")
 
 
 def _unscale(groups: list[dict[str, Any]], scale: Tensor) -> None:

@@ -61,6 +61,10 @@ class AtOnce:
 
     def do(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         """Do an operation, with what low words its operands have; return what it makes."""
+        if self.words.multiplied.storages and operation.kind not in ("view", "metadata"):
+            written = {id(t) for t in tensors_in(operation.written_of(args, kwargs), {})}
+            read = [t for t in tensors_in(args, kwargs) if id(t) not in written]
+            self.words.multiplied.refuse(func, read, lambda: on_one_line(line_of_code()))
         result = self._done(func, operation, args, kwargs)
         if func is _ITEM:
             self.numbers.note(result, args[0])

@@ -350,6 +350,8 @@ class Steps:
     def _run(self, segment: Segment, call: Call) -> None:
         """Do a segment; see whether it stores in a state what a Dynamo graph has computed."""
         given = zip(segment.writes, call.inputs, strict=True)
+        if self.words.multiplied.storages:
+            segment.refuse_reads(call, self.words.multiplied)
         self.other_memory.see(segment, call)
         if any(written and not i.pieces for written, i in given):
             # States that the step has made, and those that are elsewhere.

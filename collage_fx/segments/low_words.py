@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from collage_fx.gradients.scaled_step import Multiplied
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
@@ -70,6 +71,8 @@ class LowWords:
     """True if no state was of a dtype with low words when the step began."""
     scalars: bool = False
     """True if a state of such a dtype was a 0-d tensor when the step began."""
+    multiplied: Multiplied = field(default_factory=Multiplied)
+    """Gradients of which the step has products."""
     drawn: int = 0
     """Roundings by chance that a state had when the step began, at most: one that a tensor made in
     the step replaces goes on from there, with another seed in each step."""

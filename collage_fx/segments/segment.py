@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.gradients.scaled_step import Multiplied
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.graph_memory import Connected
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number
@@ -192,6 +193,15 @@ class Segment:
                     found.add(at)
             met.update(self.root[v] for v in touched)
         return frozenset(i for i, at in enumerate(self.inputs) if at in found)
+
+    def refuse_reads(self, call: "Call", multiplied: Multiplied) -> None:
+        """Raise UnsupportedError if a line reads a gradient that is to be multiplied."""
+        data = {at: given.data for at, given in zip(self.inputs, call.inputs, strict=True)}
+        for line in (line for line in self.lines if OPERATIONS[line.func].kind != "view"):
+            roots = {self.root[v.at] for v in leaves((line.args, line.kwargs)) if type(v) is Value}
+            only_written = set(line.writes) if is_overwriting(line.func) else set()
+            read = [data[at] for at in roots - only_written if at in data]
+            multiplied.refuse(line.func, read, functools.partial(on_one_line, line.where))
 
     def where_written(self, i: int) -> str:
         """Return the line of code that writes an input first."""

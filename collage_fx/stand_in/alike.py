@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
+from collage_fx.gradients.scaled_step import FACTOR, MULTIPLIED
 from collage_fx.runtime.residuals.dtensor import place_of, shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.positions import place_in_order
@@ -19,8 +20,9 @@ from collage_fx.runtime.storage.registry import compensable_dtypes
 from collage_fx.stand_in.members import GRAD, Members
 from collage_fx.stand_in.torch_steps import code_of_step
 
-_COUNTED = frozenset({"_opt_called", "_step_count"})
-"""Attributes in which steps are counted for schedulers; no step reads them."""
+_ASIDE = frozenset({"_opt_called", "_step_count", FACTOR, MULTIPLIED})
+"""Attributes in which steps are counted for schedulers, which no step reads; and what is an input
+of all graphs that read it, see `Session.shared_numbers`."""
 _OF_SCHEDULERS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
@@ -115,7 +117,7 @@ def signature(
         members: its parameters.
     """
     held, code = compensable_dtypes(session.config.storage), code_of_step(optimizer)
-    attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _COUNTED]
+    attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _ASIDE]
     if code is None or any([isinstance(v, Tensor) for _, v in attributes]):
         return None  # GradScaler's tensors, such as the scale of gradients
     groups: list[Hashable] = []

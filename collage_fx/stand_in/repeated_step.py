@@ -25,6 +25,7 @@ from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Noted, Observed
+from collage_fx.gradients.scaled_step import FACTOR
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of
@@ -86,7 +87,9 @@ class RepeatedStep:
         taken = args if code.parts else noted.calls[0].inputs
         numbers = numbers_taken(optimizer, stand_ins.sources, args, taken)
         places = list(numbers.values())
-        contents = contents_of(optimizer, stand_ins.params, list(current.values()), places)
+        of_all = steps.session.shared_numbers()
+        found = list(current.values())
+        contents = contents_of(optimizer, stand_ins.params, found, places, of_all)
         runs: _ByCalls | ByKernels
         if code.parts:
             runs = _ByCalls(code, args, known, contents, list(numbers))
@@ -149,14 +152,18 @@ class ByKernels:
         values = [given[n] for n in numbers]
         self.bound = BoundKernels(direct, seeds, observed, contents, values)
         self.snapshot, self.fit = self.bound.snapshot, self.bound.fit
-        low = {id(c) for c in contents.others}
+        apart = {id(t) for t in (*contents.others, *contents.given)}
         written = [i for call in direct.calls for i in call.operands[0]]
         tensors = [observed.inputs[i] for i in written if i < len(observed.inputs)]
-        self.written = [*[t for t in tensors if id(t) not in low], *contents.sharded]
+        reached = {id(t) for t in tensors}
+        self.zeroed = [k for k, g in enumerate(contents.given) if id(g) in reached]
+        """The positions of the gradients that it writes."""
+        self.written = [*[t for t in tensors if id(t) not in apart], *contents.sharded]
 
     def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
         """Do the step with these gradients and numbers."""
-        self.bound.run(grads, numbers, self.written)
+        zeroed = [grads[k] for k in self.zeroed]
+        self.bound.run(grads, numbers, [*self.written, *zeroed])
 
 
 class _ByCalls:
@@ -228,6 +235,7 @@ def contents_of(
     params: Sequence[Tensor],
     current: Sequence[tuple[Tensor, Residual]],
     numbers: Sequence[tuple[int, str]],
+    of_all: Sequence[Tensor] = (),
 ) -> Contents:
     """Return the contents that have to be unchanged for a step to be done again.
 
@@ -236,6 +244,7 @@ def contents_of(
         params: the parameters that it updates.
         current: what has residuals that it writes, with these.
         numbers: the group and the key of each float that may be another one.
+        of_all: further 0-d tensors that its graph reads.
 
     Raises Unrepeatable.
     """
@@ -262,13 +271,13 @@ def contents_of(
     if not all(constants(rest)):
         raise Unrepeatable("a group or a state has what can be changed in place")
     every = params_of(optimizer)
-    wholes = list({id(t): t for t in (*every, *others)}.values())
+    wholes = list({id(t): t for t in (*every, *others, *of_all)}.values())
     guarded, grads = shards_of(wholes), shards_of([p.grad for p in params])
     if not is_plain(*guarded, *grads):
         raise Unrepeatable("there are tensors of classes with code of their own")
     if any([t.is_inference() for t in guarded]):
         raise Unrepeatable("there are inference tensors, which count no versions")
-    if any([isinstance(v, Tensor) for v in own.values()]):
+    if any([isinstance(v, Tensor) and k != FACTOR for k, v in own.items()]):
         raise Unrepeatable("it has what torch.amp.GradScaler leaves there")
     if len({*map(id, grads)}) < len(grads):
         raise Unrepeatable("parameters share a gradient")

@@ -58,6 +58,10 @@ class Place(NamedTuple):
     """Position among the tensors of that parameter; see `Member.tensors`."""
 
 
+_SHARED = -1
+"""Number of a parameter in the places of `Session.shared_numbers`."""
+
+
 class NotShared(Exception):
     """A graph that other optimizers cannot use; the reason."""
 
@@ -100,6 +104,8 @@ class SharedGraph:
         for i, p in enumerate(stand_ins.params):
             tensors = Member(p, optimizer).tensors()
             self.place |= {id(t): Place(i, at) for at, t in enumerate(tensors)}
+        of_all = session.shared_numbers()
+        self.place |= {id(t): Place(_SHARED, at) for at, t in enumerate(of_all)}
         low = sum(len(r.components) for _, r in observed.residuals.current)
         high = observed.inputs[: len(observed.inputs) - low]
         if self.signature is None or any(id(t) not in self.place for t in high):
@@ -203,10 +209,13 @@ class SharedGraph:
         gathered = Gathered(current, [])
         current_residuals([gathered])
         floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]
-        high = [floats[x] if isinstance(x, int) else rows[x.param][x.at] for x in self.inputs]
+        of_all = session.shared_numbers()
+        full = [*rows, of_all]  # the last, as `_SHARED` says
+        high = [floats[x] if isinstance(x, int) else full[x.param][x.at] for x in self.inputs]
         low = [c for _, r in current for c in r.components]
         observed = Observed(tuple(floats), gathered, [*high, *low])
-        contents = contents_of(optimizer, [m.whole for m, _ in used], current, self.numbers)
+        params = [member.whole for member, _ in used]
+        contents = contents_of(optimizer, params, current, self.numbers, of_all)
         seeds = Seeds(session.config.seed, self.seeded) if self.seeded else None
         runs = ByKernels(self.direct, seeds, observed, contents, list(map(id, floats)))
         logs.LOG.info("%s: done by what was compiled before", session.subject)
@@ -235,6 +244,8 @@ class SharedGraph:
         members = [Member(p, optimizer) for p in params]
 
         def find(place: Place) -> Locate:
+            if place.param == _SHARED:
+                return lambda args: session.shared_numbers()[place.at]
             return members[place.param].finder(place.at)
 
         def tensor(place: Place) -> Tensor:

@@ -146,7 +146,7 @@ class StandIns:
         self.guards = guards_of([*self.shards, *map(_grad, self.plain)])
         self.few = StandIn(optimizer, lambda p: id(p) not in absent and p.grad is not None, whole)
         self.others = StandIn(optimizer, lambda p: id(p) in absent, whole)
-        step = copy_of_step(optimizer)
+        step = copy_of_step(optimizer, session)
         self.whole = codes(step)
         self.compiled = torch.compile(MethodType(step, self.few.optimizer), backend=session)
         self.outcome = Outcome.PARTS

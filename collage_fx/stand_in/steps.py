@@ -230,7 +230,7 @@ class StandInSteps:
     def _plainly(self, optimizer: Optimizer) -> None:
         """Do a step as Python does it, to be recorded."""
         with torch.no_grad():
-            without_hooks(optimizer)(optimizer)
+            without_hooks(optimizer, self.session)(optimizer)
 
     def _stand_ins(self, optimizer: Optimizer) -> StandIns | None:
         for stand_ins in reversed(self.known):

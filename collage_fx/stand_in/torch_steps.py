@@ -64,14 +64,15 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
     return kind, kind._init_group, *around, *[f.__code__ for f in around], *called
 
 
-def without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+def without_hooks(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
     """Return the step of an optimizer's class as it is written."""
-    return unscaled(inspect.unwrap(type(optimizer).step), optimizer)
+    step: Any = inspect.unwrap(type(optimizer).step)
+    return session.with_gradients(step if session.scales else unscaled(step, optimizer))
 
 
-def copy_of_step(optimizer: Optimizer) -> FunctionType:
+def copy_of_step(optimizer: Optimizer, session: Session) -> FunctionType:
     """Return the step of an optimizer's class, without hooks, as a function of its own."""
-    step: Any = without_hooks(optimizer)
+    step: Any = without_hooks(optimizer, session)
     return with_own_code(step, step.__name__)
 
 

@@ -14,10 +14,12 @@ from torch.compiler import disable
 from torch.optim import Optimizer
 
 from collage_fx.dynamo.backend import Backend
-from collage_fx.errors import CollageError, OptionError, SubjectError
+from collage_fx.errors import CollageError, OptionError
+from collage_fx.gradients.clipping import Clipping
+from collage_fx.gradients.scaled_step import zero_gradients
 from collage_fx.hooks import distributed_state_dicts, nested_compile
 from collage_fx.hooks.dynamo_settings import FIRST, many_graphs, no_full_collection
-from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes
+from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes, put_beneath_hooks
 from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
@@ -36,10 +38,10 @@ from collage_fx.record.mode import Cause
 from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress, torch_private
-from collage_fx.runtime.trees import tree_leaves, tree_pairs
+from collage_fx.runtime.trees import replace_functions, tree_leaves
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
-from collage_fx.step.other_methods import replace_functions, serve_methods
+from collage_fx.step.other_methods import serve_methods
 from collage_fx.step.recompile_guard import RecompileGuard
 from collage_fx.step.small_updates import SmallUpdates
 from collage_fx.step.subject import name_of, step_made_here
@@ -87,6 +89,8 @@ def compile_optimizer(
     # It does what schedulers wrap a step in a function for, before they are made too.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     step._report = functools.partial(_report, own.steps, session)  # type: ignore[attr-defined]
+    if own.clipping is not None:
+        own.clipping.shown_by(step)
     return types.MethodType(step, optimizer)
 
 
@@ -97,12 +101,20 @@ class CompiledStep:
         self, optimizer: Optimizer, session: Backend, *, hooked: bool, look: Looks | None
     ) -> None:
         # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
-        own = unscaling(optimizer)
+        config = session.config
+        own = type(optimizer).step if session.scales else unscaling(optimizer)
+        if session.scales or config.zero_grads:
+            own = put_beneath_hooks(own, session.with_gradients)
         self.plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
         self.session = session
         self.optimizer = reference = weakref.ref(optimizer)
         states = OptimizerStates(lambda: _alive(reference))
         self.steps = Steps(session, states, f"the step of {type(optimizer).__name__}")
+        session.notes.update(config.of_gradients())
+        self.clipping: Clipping | None = None
+        if session.scales:
+            self.clipping = clipping = Clipping(optimizer, config, self.steps.words.multiplied)
+            session.factor = lambda: clipping.factor
         few = StandInSteps(lambda: _alive(reference), session)
         self.run = TracedCall(self.plain, session, self.steps, few)
         self.check = StepCheck(self.steps, session, session.config.verify)
@@ -115,12 +127,26 @@ class CompiledStep:
     def call(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a step, with all that watches steps of this process."""
         if nested_compile.within_step():
+            if self.clipping is not None:
+                raise OptionError(f"clip_grad_norm: {_PART}; give it to that one")
             self.session.notes.add(_PART)
             plain_steps.called(family(optimizer))
             return self._unfused(True, self.plain, *args, **kwargs)
         if not self.steps.steps:
             plain_steps.called(family(optimizer))
             distributed_state_dicts.know_residuals()
+        if self.clipping is None:
+            return self._looked_at(optimizer, args, kwargs)
+        return self._clipped(self.clipping, optimizer, args, kwargs)
+
+    @disable  # where the whole training step is compiled
+    def _clipped(self, clipping: Clipping, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        args, kwargs = clipping.begin(optimizer, args, kwargs)
+        with clipping.within(optimizer):
+            return self._looked_at(optimizer, args, kwargs)
+
+    def _looked_at(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Do a step by way of all that looks at it."""
         do: Callable[..., Any] = self._take
         for look in self.looks:
             if look.due(optimizer):
@@ -149,11 +175,18 @@ class CompiledStep:
 
     def _unfused(self, asks: bool, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Do a step by other kernels than torch's fused ones, which nothing can be put into."""
-        if not is_fused(optimizer := _alive(self.optimizer)):
+        fused = is_fused(optimizer := _alive(self.optimizer))
+        scales, config = self.session.scales, self.session.config
+        if not (fused or scales):
             return run(*args, **kwargs)
-        self.session.notes.add(note_of(self.session.config))
-        with traceable(optimizer, asks=asks) as wanted:
-            return run(*args, **kwargs) if wanted else None
+        if fused:
+            self.session.notes.add(note_of(config))
+        asks |= config.zero_grads  # which kernels that look there would not write
+        with traceable(optimizer, asks=asks, scales=scales) as wanted:
+            if wanted:
+                return run(*args, **kwargs)
+        if config.zero_grads:
+            zero_gradients(optimizer)
         return None
 
 
@@ -163,6 +196,9 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     if session.config.budget is not None:
         raise OptionError("budget= is for the states of an optimizer, not calls of functions")
+    if session.scales or session.config.zero_grads:
+        name = "clip_grad_norm" if session.scales else "zero_grads"
+        raise OptionError(f"{name} is for the gradients of an optimizer, not calls of functions")
     arguments: list[Owned] = []
     put: list[weakref.ref[Tensor]] = []
     names = _argument_names(function)
@@ -247,6 +283,8 @@ class TracedCall:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         steps, session = self.steps, self.session
         steps.go_on()
+        if session.scales and steps.traces and not self._scales_all(args, kwargs):
+            steps.enter(Cause.SCALED_IN_PART)
         early = self.guard.calls < FIRST
         compiles = no_full_collection() if early else nullcontext()
         with compiles, self.guard.watch() as calm:
@@ -269,6 +307,15 @@ class TracedCall:
             if self.few is None:
                 steps.see_written()
             return result
+
+    def _scales_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True if all gradients are there, in the optimizer's groups, when a step begins."""
+        before = self.few is not None and self.few.tries  # a closure is called before the step then
+        if not before and any(map(callable, tree_leaves((args, kwargs)))):
+            return False
+        everyone = family(_alive(self.session.optimizer))
+        params = [{*map(id, params_of(one))} for one in everyone]
+        return set().union(*params) == params[0]
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.few is not None and self.few.tries:
@@ -296,38 +343,6 @@ class TracedCall:
 def _is_function(argument: Any) -> bool:
     """Return True if an argument is a function, and no model or other object that can be called."""
     return inspect.isroutine(argument) or isinstance(argument, functools.partial)
-
-
-def in_place(function: Callable[..., Any], carries: tuple[str, ...]) -> Callable[..., Any]:
-    """Return function with its first results written over the arguments of these names."""
-    if not carries:
-        return function
-    signature = inspect.signature(function)
-    unknown = [name for name in carries if name not in signature.parameters]
-    if unknown:
-        raise OptionError(
-            f"carries={carries!r}: {signature} has no argument {', '.join(map(repr, unknown))}"
-        )
-
-    @functools.wraps(function)
-    def update(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        results = function(*args, **kwargs)
-        single = type(results) is not tuple  # a named one is a state
-        results = (results,) if single else results
-        old = tuple(bound.arguments[name] for name in carries)
-        try:
-            pairs = tree_pairs(old, results[: len(old)])
-        except ValueError as error:
-            raise SubjectError(
-                f"carries={carries!r}: the first results do not have the structure of these "
-                f"arguments ({error})"
-            ) from error
-        for state, new in pairs:
-            state.copy_(new)
-        return old[0] if single else old + results[len(old) :]
-
-    return update
 
 
 def _alive(reference: Callable[[], Optimizer | None]) -> Optimizer:

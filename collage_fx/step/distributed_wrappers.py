@@ -43,6 +43,7 @@ def compile_wrapper(optimizer: Optimizer, held: list[Optimizer], steps: list[Ste
         with _assigned(held, steps):
             result = type(self).step(self, *args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        step.grad_norm = getattr(steps[0], "grad_norm", None)  # type: ignore[attr-defined]
         return result
 
     def report() -> Report:

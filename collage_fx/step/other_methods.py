@@ -20,7 +20,7 @@ from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.ownership import family
-from collage_fx.runtime.trees import tree_leaves, tree_map
+from collage_fx.runtime.trees import replace_functions
 
 if TYPE_CHECKING:  # it imports Inductor, which a doctor does without
     from collage_fx.record.steps import Steps
@@ -115,20 +115,6 @@ def _stepping(steps: "Steps") -> Iterator[None]:
 def _takes_step(method: Callable[..., Any]) -> bool:
     """Return True if a method calls `step`, that of the optimizer within say."""
     return any("step" in _names_in(code) for code in codes(method))
-
-
-def replace_functions(
-    given: Any, is_function: Callable[[Any], bool], replace: Callable[[Any], Any]
-) -> Any:
-    """Return arguments with the functions in them, closures say, replaced.
-
-    Lists and dicts without any stay the same objects: who is given them may write to them.
-    """
-
-    def has_none(tree: Any) -> bool:
-        return not any(map(is_function, tree_leaves(tree)))
-
-    return tree_map(lambda a: replace(a) if is_function(a) else a, given, is_leaf=has_none)
 
 
 def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:

@@ -1,5 +1,6 @@
 """Subjects of `compile`, `explain` and `report`: an optimizer, a function, or a mistake."""
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from collage_fx.classes import own_step
-from collage_fx.errors import SubjectError
+from collage_fx.errors import OptionError, SubjectError
 from collage_fx.hooks.step_substitution import STEP
 from collage_fx.optimizer.ownership import without_arguments
+from collage_fx.runtime.trees import tree_pairs
 from collage_fx.step.other_methods import ServedMethod
 
 _REMEDY = (
@@ -143,3 +145,35 @@ def inner_of(given: Any) -> Any:
     """Return the optimizer that another one wraps as its `optimizer`; None if it wraps none."""
     inner = getattr(given, "optimizer", None)
     return inner if hasattr(inner, "step") and hasattr(inner, "param_groups") else None
+
+
+def in_place(function: Callable[..., Any], carries: tuple[str, ...]) -> Callable[..., Any]:
+    """Return function with its first results written over the arguments of these names."""
+    if not carries:
+        return function
+    signature = inspect.signature(function)
+    unknown = [name for name in carries if name not in signature.parameters]
+    if unknown:
+        raise OptionError(
+            f"carries={carries!r}: {signature} has no argument {', '.join(map(repr, unknown))}"
+        )
+
+    @functools.wraps(function)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        results = function(*args, **kwargs)
+        single = type(results) is not tuple  # a named one is a state
+        results = (results,) if single else results
+        old = tuple(bound.arguments[name] for name in carries)
+        try:
+            pairs = tree_pairs(old, results[: len(old)])
+        except ValueError as error:
+            raise SubjectError(
+                f"carries={carries!r}: the first results do not have the structure of these "
+                f"arguments ({error})"
+            ) from error
+        for state, new in pairs:
+            state.copy_(new)
+        return old[0] if single else old + results[len(old) :]
+
+    return update

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.frontend.decompose import DECOMPOSITIONS, DIVIDING, like, parts_of
+from collage_fx.passes.frontend.decompose import (
+    DECOMPOSITIONS,
+    DIVIDING,
+    constant_of,
+    like,
+    parts_of,
+)
 from collage_fx.passes.frontend.single_elements import combines_single_elements, returns_operand
 from collage_fx.passes.frontend.slice import shape_of
 from collage_fx.passes.ir.graph_memory import ORIGIN, OpOverload, base_of, note_origin
@@ -91,6 +97,8 @@ def canonicalize(program: Program) -> None:
       element with the largest, which it is itself, can tell them apart.
     - A copy of an old value is that value, since states are overwritten last: from 2.14 on torch
       leaves clones of overwritten tensors in the graph, where it took them out before.
+    - A gradient that is overwritten with zeros has a new value by elements, in the slice that reads
+      it.
     - A state that takes over the old value of another has an operation for it, a clone. So has a
       result that begins as a copy of what has memory already: an input, or another result; and a
       value that is stored in two states, where their storages differ and each splits it by itself.
@@ -116,6 +124,7 @@ def canonicalize(program: Program) -> None:
     for node in program.source.graph.nodes:
         builder.take(node)
     _one_value_for_each_storage(program, builder.graph)
+    _zeros_by_elements(program, builder.graph)
     builder.graph.eliminate_dead_code(
         is_impure_node=lambda n: (
             n.op in ("placeholder", "output") or n.target is aten.copy_.default or n.is_impure()
@@ -144,6 +153,28 @@ def _one_value_for_each_storage(program: Program, graph: Graph) -> None:
             kept = ("val", "stack_trace", ORIGIN)
             own.meta = {k: v for k, v in new.meta.items() if k in kept}
             write.args = (state, own)
+
+
+def _zeros_by_elements(program: Program, graph: Graph) -> None:
+    """Have a gradient that is overwritten with zeros belong to the slice that reads it.
+
+    Its new value is abs(g) < 0 as a number, of which each element depends on one of g.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    gradients = {inputs[c.index] for c in program.carried if c.gradient}
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        g, zeros = write.args
+        if g not in gradients or constant_of(zeros) != 0 or shape_of(g) != shape_of(zeros):
+            continue
+        val = value_of(g)
+        with graph.inserting_before(write):
+            size = graph.call_function(aten.abs.default, (g,))
+            never = graph.call_function(aten.lt.Scalar, (size, 0))
+            new = graph.call_function(CONVERT, (never, val.dtype))
+        for node, dtype in ((size, val.dtype), (never, torch.bool), (new, val.dtype)):
+            node.meta = {k: v for k, v in zeros.meta.items() if k in ("stack_trace", ORIGIN)}
+            node.meta["val"] = like(val, dtype)
+        write.args = (g, new)
 
 
 def _strides(val: Tensor) -> list[str]:

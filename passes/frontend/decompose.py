@@ -78,7 +78,7 @@ def _without_data(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype)
     return torch.empty_like(torch.empty_strided(size, stride, device="meta"), dtype=dtype)
 
 
-def _constant(x: Any) -> Any:
+def constant_of(x: Any) -> Any:
     """Return the number that a full() node holds everywhere, or None.
 
     It may be a 0-d tensor, which `passes/rewrite/symbolic_scalars.py` multiplies ones by.
@@ -87,7 +87,7 @@ def _constant(x: Any) -> Any:
         return None
     if x.target is aten.full.default and isinstance(x.args[1], int | float):
         return x.args[1]
-    ones = x.target is aten.mul.Tensor and _constant(x.args[0]) == 1
+    ones = x.target is aten.mul.Tensor and constant_of(x.args[0]) == 1
     return x.args[1] if ones and is_scalar(x.args[1], value_of(x)) else None
 
 
@@ -141,7 +141,7 @@ def _lerp(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any] | None:
 
 def _scalar(x: Any, out: Tensor) -> Any:
     """Return the number that x is everywhere, if it is a constant and out is not 0-d, or x."""
-    number = _constant(x) if out.dim() and is_value(x) and not value_of(x).dim() else None
+    number = constant_of(x) if out.dim() and is_value(x) and not value_of(x).dim() else None
     return x if number is None else number
 
 
@@ -153,7 +153,7 @@ def _mul(b: Builder, out: Tensor, x: Any, y: Any) -> Any:
 
 
 def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
-    known = _constant(condition)
+    known = constant_of(condition)
     if known is None or is_value(known):
         return b.call(aten.where.self, condition, x, y, val=out)
     chosen: Operand = x if known else y
@@ -163,7 +163,7 @@ def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
 
 def _addcmul(b: Builder, out: Tensor, x: Operand, t1: Any, t2: Any, value: Any = 1) -> Any:
     for weight, other in ((t1, t2), (t2, t1)):
-        number = _constant(weight)
+        number = constant_of(weight)
         if number is not None and (value == 1 or (not is_value(number) and not is_value(value))):
             alpha = number if value == 1 else number * value
             return _add(b, out, x, other, alpha=alpha)

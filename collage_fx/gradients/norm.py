@@ -1,0 +1,123 @@
+"""Norm of the gradients of one optimizer, or of several that are stepped in turn."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.optimizer.ownership import family, params_of
+from collage_fx.runtime.errors import UnsupportedError
+from collage_fx.runtime.kernels.sum_of_squares import sum_of_squares
+from collage_fx.runtime.residuals.dtensor import is_partial, is_sharded, placed, shard_of
+from collage_fx.runtime.residuals.residual import version
+
+_Seen: TypeAlias = list[tuple[weakref.ref[Tensor], int]]
+"""Gradients with their versions."""
+_NORMS = WeakIdKeyDictionary()
+"""Optimizer -> the norms over several optimizers that it is one of."""
+_LOCK = threading.Lock()
+
+
+class GradientNorm:
+    """Norm over the gradients of some optimizers.
+
+    The step of any of them reads all gradients, and the steps of the others use what it has found,
+    as long as each takes one step and its gradients are what they were.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.of = [weakref.ref(one) for one in optimizers]
+        self.sum: Tensor | None = None
+        self.waiting: dict[int, _Seen] = {}
+        """Optimizers, by their ids, that have not used the last sum; with their gradients then."""
+
+    def sum_of_squares(self, optimizer: Optimizer) -> Tensor:
+        """Return the square of the norm, for a step of one of the optimizers.
+
+        Returns:
+            A 0-d tensor, in float64 or fp32, on the device of the first gradient. Of DTensors all
+            shards count, and all processes get the same.
+
+        Raises:
+            UnsupportedError: a gradient is a DTensor that is yet to be reduced over its mesh.
+        """
+        seen = self.waiting.pop(id(optimizer), None)
+        if self.sum is None or seen is None or not _are(seen, gradients_of(optimizer)):
+            every = [one for one in (find() for find in self.of) if one is not None]
+            self.sum = _sum([g for one in every for g in gradients_of(one)])
+            others = (one for one in every if one is not optimizer)
+            self.waiting = {id(one): _seen(gradients_of(one)) for one in others}
+        return self.sum
+
+
+def norm_over(optimizers: Sequence[Optimizer]) -> GradientNorm:
+    """Return the norm over some optimizers: the same one to each of those that share it."""
+    members = list({id(one): one for one in optimizers}.values())
+    if len(members) == 1:
+        return GradientNorm(members)
+    with _LOCK:
+        for norm in _NORMS.get(members[0], ()):
+            if {id(find()) for find in norm.of} == {*map(id, members)}:
+                return norm
+        norm = GradientNorm(members)
+        for one in members:
+            _NORMS[one] = [*_NORMS.get(one, ()), norm]
+        return norm
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of the parameters of an optimizer, and of what it wraps, each once."""
+    params = (p for one in family(optimizer) for p in params_of(one))
+    return list({id(g): g for g in (p.grad for p in params) if g is not None}.values())
+
+
+def _seen(gradients: list[Tensor]) -> _Seen:
+    return [(weakref.ref(g), version(g)) for g in gradients]
+
+
+def _are(seen: _Seen, gradients: list[Tensor]) -> bool:
+    """Return True if these are the gradients that were seen, and none was written since."""
+    return len(seen) == len(gradients) and all(
+        find() is g and before == version(g)
+        for (find, before), g in zip(seen, gradients, strict=True)
+    )
+
+
+def _sum(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of the squares of gradients, of which some may be shards."""
+    parts: dict[Any, list[Tensor]] = {}
+    for g in {id(g): g for g in gradients}.values():
+        shard = shard_of(g)
+        parts.setdefault((shard.device, *_reduced_over(g)), []).append(shard)
+    sums = []
+    for (_, *groups), tensors in parts.items():
+        one = sum_of_squares(tensors)
+        for group in groups:
+            torch.distributed.all_reduce(one, group=group)
+        sums.append(one)
+    if not sums:
+        return sum_of_squares([])
+    first, *others = sums
+    for one in others:
+        first = first + one.to(first.device, first.dtype)
+    return first
+
+
+def _reduced_over(gradient: Tensor) -> Iterator[Any]:
+    """Yield the process groups over which the shards of a gradient are added up."""
+    if not is_sharded(gradient):
+        return
+    sharded: Any = gradient
+    if is_partial(gradient):
+        raise UnsupportedError(
+            f"clip_grad_norm: a gradient is {placed(gradient)}, yet to be reduced; redistribute it "
+            "before the step. Nothing was written"
+        )
+    for dim, placement in enumerate(sharded.placements):
+        if not placement.is_replicate():
+            yield sharded.device_mesh.get_group(dim)
