@@ -18,6 +18,12 @@ and, where they are installed (`make bench-peers`):
     torchao rounding  bf16 states, parameters rounded stochastically
     optimi            Kahan summation of the parameters, bf16 states
     flashoptim        8 more bits for the parameters, states of 8 bits; on a GPU only
+
+and, for what a loop does to gradients around the step (`--clipped`):
+
+    clipped apart     torch.nn.utils.clip_grad_norm_ before the step; "zeroed apart":
+                      zero_grad(set_to_none=False) after it
+    clips, zeroes     clip_grad_norm= and zero_grads=True of collage_fx
 """
 
 import importlib
@@ -141,6 +147,40 @@ WAYS: dict[str, Way] = {
 }
 
 
+def _apart(
+    make: Callable[[list[Tensor]], Step], *, zeroes: bool = False
+) -> Callable[[list[Tensor]], Step]:
+    """Return what makes a step around which gradients are clipped, and zeroed."""
+
+    def made(params: list[Tensor]) -> Step:
+        own = make(params)
+
+        def step() -> None:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            own()
+            if zeroes:
+                torch._foreach_zero_([p.grad for p in params])
+
+        return step
+
+    return made
+
+
+_REMAINDER = {"level": "plus", "storage": "remainder16"}
+CLIPPED: dict[str, Way] = {
+    "plain fused, clipped apart": Way(_apart(WAYS["plain fused"].make), 20, 8),
+    "master, clipped apart": Way(_apart(WAYS["master"].make), 46, 20),
+    "remainder16": WAYS["remainder16"],
+    "remainder16, clipped apart": Way(_apart(_collage(**_REMAINDER)), 28, 12),
+    "remainder16, clips": Way(_collage(**_REMAINDER, clip_grad_norm=1.0), 24, 12),
+    "remainder16, zeroed apart too": Way(_apart(_collage(**_REMAINDER), zeroes=True), 30, 12),
+    "remainder16, clips and zeroes": Way(
+        _collage(**_REMAINDER, clip_grad_norm=1.0, zero_grads=True), 26, 12
+    ),
+}
+"""The ways of a loop that clips gradients by their norm."""
+
+
 def peer_of(module: str, kind: str, **options: Any) -> Callable[[list[Tensor]], Step]:
     """Return what makes a step of an optimizer of another package."""
 
@@ -179,7 +219,7 @@ _MADE: dict[str, Step] = {}
 
 def make(name: str, shapes: Shapes) -> None:
     """Make a way to take a step over tensors of these shapes, for `run`."""
-    _MADE[name] = WAYS[name].make(parameters(shapes))
+    _MADE[name] = (WAYS | CLIPPED)[name].make(parameters(shapes))
 
 
 def run(name: str, steps: int) -> list[float]:

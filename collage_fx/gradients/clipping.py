@@ -81,16 +81,17 @@ class Clipping:
             NonFiniteError: the norm is infinite or a NaN, and the user wants an error then.
         """
         with torch.inference_mode(False):
-            norm = self.norm.sum_of_squares(optimizer).sqrt()
+            norm = self.norm.sum_of_squares(optimizer).sqrt().to(torch.float32)
             scale = vars(optimizer).get(GRAD_SCALE)
             scale = None if scale is None else scale.to(norm.device, norm.dtype)
             norm = norm if scale is None else norm / scale
-            factor = (self.most / (norm + 1e-6)).clamp(max=1.0)
             if self.factor.device != norm.device:
                 self.factor = self.factor.to(norm.device)
-            self.factor.copy_(factor if scale is None else factor / scale)
+            torch.clamp(self.most / (norm + 1e-6), max=1.0, out=self.factor)
+            if scale is not None:
+                self.factor.div_(scale)
             if (step := self.shown()) is not None:
-                step.grad_norm = norm.to(torch.float32)  # another tensor in each step
+                step.grad_norm = norm  # another tensor in each step
         if self.raises and not torch.isfinite(norm):
             raise NonFiniteError(
                 f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True: nothing "

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.ownership import family, params_of
 from collage_fx.runtime.errors import UnsupportedError
-from collage_fx.runtime.kernels.sum_of_squares import sum_of_squares
+from collage_fx.runtime.kernels.sum_of_squares import PLAIN, sum_of_squares
 from collage_fx.runtime.residuals.dtensor import is_partial, is_sharded, placed, shard_of
 from collage_fx.runtime.residuals.residual import version
 
@@ -72,8 +72,15 @@ def norm_over(optimizers: Sequence[Optimizer]) -> GradientNorm:
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients of the parameters of an optimizer, and of what it wraps, each once."""
-    params = (p for one in family(optimizer) for p in params_of(one))
-    return list({id(g): g for g in (p.grad for p in params) if g is not None}.values())
+    params = [p for one in family(optimizer) for p in params_of(one)]
+    return _once([g for p in params if (g := p.grad) is not None])
+
+
+def _once(gradients: list[Tensor]) -> list[Tensor]:
+    ids = {*map(id, gradients)}
+    if len(ids) == len(gradients):
+        return gradients
+    return list({id(g): g for g in gradients}.values())
 
 
 def _seen(gradients: list[Tensor]) -> _Seen:
@@ -90,8 +97,11 @@ def _are(seen: _Seen, gradients: list[Tensor]) -> bool:
 
 def _sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of the squares of gradients, of which some may be shards."""
+    gradients = _once(gradients)
+    if PLAIN.issuperset(map(type, gradients)) and len({g.device for g in gradients}) < 2:
+        return sum_of_squares(gradients)
     parts: dict[Any, list[Tensor]] = {}
-    for g in {id(g): g for g in gradients}.values():
+    for g in gradients:
         shard = shard_of(g)
         parts.setdefault((shard.device, *_reduced_over(g)), []).append(shard)
     sums = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
@@ -144,7 +144,7 @@ class _Products:
             if id(g) not in self.made:
                 factor = self.factor.to(g.device)
                 self.multiplied.note(g, factor)
-                product = torch.mul(g, factor)
+                product = _product(g, factor)
                 self.made[id(g)] = g, product, version(product)
             p.grad = self.made[id(g)][1]
 
@@ -183,6 +183,13 @@ def multiply(optimizer: Optimizer) -> None:
             g.mul_(factor.to(g.device))
 
 
+def _product(gradient: Any, factor: Any) -> Any:
+    """Return the product, in the dtype of the gradient: that of two 0-d tensors would be wider."""
+    if gradient.dim():
+        return torch.mul(gradient, factor)
+    return torch.mul(gradient.unsqueeze(0), factor).squeeze(0)
+
+
 def multiply_apart(gm: GraphModule) -> bool:
     """Have a Dynamo graph leave the gradients that it multiplies by `FACTOR` as they are, in place.
 
@@ -213,17 +220,35 @@ def multiply_apart(gm: GraphModule) -> bool:
         if memory_of(gradient.meta["example_value"]) in written:
             continue
         if gradient not in apart:  # a parameter may be in its group twice
+            readers = [user for user in gradient.users if user is not node and _is_read(user)]
             with gm.graph.inserting_before(node):
-                product = gm.graph.call_function(torch.mul, node.args)
-            product.meta = dict(node.meta)
+                product = _append_product(gm.graph, node)
             apart[gradient] = product
-            for user in [u for u in gradient.users if u is not product and _is_read(u)]:
+            for user in readers:
                 user.replace_input_with(gradient, product)
-        product = apart[gradient]
-        node.replace_all_uses_with(product)
+        node.replace_all_uses_with(apart[gradient])
         gm.graph.erase_node(node)
     gm.recompile()
     return True
+
+
+def _append_product(graph: Graph, node: Node) -> Node:
+    """Append what `_product` does to the operands of an operation in a Dynamo graph."""
+    gradient, factor = node.args
+    assert isinstance(gradient, Node)
+    value = gradient.meta["example_value"]
+    if value.dim():
+        product = graph.call_function(torch.mul, node.args)
+        product.meta = dict(node.meta)
+        return product
+    row = graph.call_function(torch.unsqueeze, (gradient, 0))
+    wide = graph.call_function(torch.mul, (row, factor))
+    product = graph.call_function(torch.squeeze, (wide, 0))
+    with torch.no_grad():
+        rows = value.unsqueeze(0), torch.empty_like(value).unsqueeze(0)
+    for made, example in zip((row, wide, product), (*rows, rows[1].squeeze(0)), strict=True):
+        made.meta = {**node.meta, "example_value": example}
+    return product
 
 
 def _is_factor(node: Node) -> bool:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from collage_fx.runtime import cpp_compiler
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.kernels.cpp_loop import ARRAY, CHUNKS, FLAGS, PARALLEL
-from collage_fx.runtime.residuals.memory import address
 
+PLAIN = frozenset({Tensor, Parameter})
 _foreach_norm = torch.ops.aten._foreach_norm.Scalar
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """dtype -> its number in the kernel."""
@@ -103,33 +104,48 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> Tensor:
-    library = _library()
-    dense, others = list[Tensor](), list[Tensor]()
-    for t in tensors:
-        one = t if t.dtype in _KINDS and t.layout is torch.strided else _values(t)
-        ours = library is not None and one.dtype in _KINDS
-        (dense if ours else others).append(one if one.is_contiguous() else _densely(one))
     total = torch.zeros((), dtype=torch.float64)
+    library = _library()
+    dense, others = tensors, list[Tensor]()
+    if library is None:
+        dense, others = [], list(tensors)
+    elif not _all_simple(tensors):
+        dense = [t for t in tensors if _is_simple(t)]
+        others = [t for t in tensors if not _is_simple(t)]
     if dense:
         kinds = array("q", [_KINDS[t.dtype] for t in dense])
-        arrays = (array("q", map(address, dense)), array("q", [t.numel() for t in dense]), kinds)
+        sizes = array("q", [t.numel() for t in dense])
+        arrays = (array("q", [t.data_ptr() for t in dense]), sizes, kinds)
         tables = [ctypes.c_void_p(a.buffer_info()[0]) for a in arrays]
         counts = (ctypes.c_int64(len(dense)), ctypes.c_int64(torch.get_num_threads()))
         library.sums(*tables, *counts, ctypes.c_void_p(total.data_ptr()))
     for t in others:
-        total += t.to(torch.float64).square().sum()
+        values = _values(t) if type(t) in PLAIN else t
+        total += float(values.to(torch.float64).square().sum())
     return total
+
+
+def _all_simple(tensors: Sequence[Tensor]) -> bool:
+    """Return True if all are simple, as nearly always: without a call for each."""
+    plain = PLAIN.issuperset(map(type, tensors)) and _KINDS.keys() >= {t.dtype for t in tensors}
+    strided = plain and {t.layout for t in tensors} <= {torch.strided}
+    return strided and all([t.is_contiguous() for t in tensors])
+
+
+def _is_simple(t: Tensor) -> bool:
+    """Return True if a tensor lies without gaps in memory of its own, in a dtype of the kernel.
+
+    That of a subclass, if it has some, may be elsewhere.
+    """
+    if t.dtype not in _KINDS or type(t) not in PLAIN or t.layout is not torch.strided:
+        return False
+    return t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
 def _values(t: Tensor) -> Tensor:
     """Return the numbers that a tensor consists of: of a sparse one those that are held."""
     values = t if t.layout is torch.strided else t.coalesce().values()
     return torch.view_as_real(values) if values.is_complex() else values
-
-
-def _densely(t: Tensor) -> Tensor:
-    """Return a tensor of the same numbers without gaps in memory, whatever their order."""
-    return t if torch.ops.aten.is_non_overlapping_and_dense(t) else t.contiguous()
 
 
 @functools.cache

@@ -107,7 +107,7 @@ def own(
 
 
 @st.composite
-def options(draw: DrawFn, dtype: str) -> tuple[tuple[str, Any], ...]:
+def options(draw: DrawFn, dtype: str, way: str) -> tuple[tuple[str, Any], ...]:
     """Options of collage_fx."""
     storages: list[Any] = ["mcf2", "mcf3", "ulp8", "auto", "sr", "ulp4"]
     storages += ["remainder16"] if dtype == "bfloat16" else []
@@ -121,7 +121,11 @@ def options(draw: DrawFn, dtype: str) -> tuple[tuple[str, Any], ...]:
     }
     if found["storage"] in ("mcf2", "ulp8") and draw(st.integers(0, 5)) == 5:
         found |= {"stochastic_rounding": True, "arithmetic": "wide"}
+    if way in ("compile", "engine", "record", "at once") and found["arithmetic"] == "wide":
+        found["clip_grad_norm"] = draw(st.sampled_from((None, None, 1e-2, 1.0, 1e4)))
+        found["zero_grads"] = draw(st.sampled_from((False, False, False, True)))
     defaults = {"arithmetic": "eft", "storage": "auto", "multi_tensor": "auto"}
+    defaults |= {"clip_grad_norm": None, "zero_grads": False}
     return tuple((k, v) for k, v in found.items() if defaults.get(k) != v)
 
 
@@ -131,7 +135,7 @@ def programs(draw: DrawFn, ways: tuple[str, ...] = ("compile", "string", "functi
     way = draw(st.sampled_from(ways))
     dtype = draw(st.sampled_from(("bfloat16", "bfloat16", "float16")))
     tensor_lr = way != "function" and draw(st.integers(0, 5)) == 5
-    chosen = draw(options(dtype))
+    chosen = draw(options(dtype, way))
     # A graph of many parameters that are no class takes seconds to compile.
     many = 3 if ("multi_tensor", False) in chosen else 9
     counts = draw(st.sampled_from((1, 1, 2, many)))

@@ -3,6 +3,17 @@
 import re
 
 HELPERS = {
+    "clip": '''\
+@torch.no_grad()
+def clip(opt, most, step):
+    """Clip gradients by their norm, where their step does not."""
+    if not hasattr(step, "_collage"):
+        params = [p for group in opt.param_groups for p in group["params"]]
+        grads = list({id(p.grad): p.grad for p in params if p.grad is not None}.values())
+        total = sum(g.double().square().sum() for g in grads)
+        for g in grads:
+            g.mul_((most / (total.sqrt() + 1e-6)).clamp(max=1.0))
+''',
     "buffer": '''\
 BUFFER = {}
 

@@ -111,6 +111,8 @@ def _train_optimizer(program: "Program", model: bool) -> str:
         text += lines_of(2, [f"for group, lr in zip({groups}, ({rates},)):"])
         fill = 'group["lr"].fill_(' if program.tensor_lr else 'group["lr"] = ('
         text += lines_of(3, [f"{fill}lr * {program.schedule})"])
+    if most := dict(program.options).get("clip_grad_norm"):
+        text += lines_of(2, [f"clip(opt, {most}, step)"])
     text += lines_of(2, ["step()"])
     return text + lines_of(1, ["states = [opt.state[p] for p in params]", *_results(program)])
 

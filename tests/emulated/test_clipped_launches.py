@@ -1,0 +1,65 @@
+"""Launches of a step that clips gradients by their norm: none of them waits for it.
+
+For gradients.clipping and runtime.kernels.sum_of_squares.
+"""
+
+import contextlib
+from typing import Any
+
+import cuda_emulator as emulator
+import pytest
+import torch
+from emulated_steps import captured, parameters, renew_gradients, warm_up
+from torch.optim import AdamW
+
+import collage_fx
+from collage_fx.errors import NonFiniteError
+
+STEPS = 5
+
+
+def counted(**options: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the work of a quiet step of twelve tensors with new gradients, and its kernels."""
+    params = parameters(12)
+    optimizer = AdamW(params, capturable=True)
+    collage_fx.compile_(optimizer, level="plus", **options)
+    for _ in range(STEPS):
+        optimizer.step()
+    old = [renew_gradients(params)]
+    optimizer.step()
+    old.append(renew_gradients(params))
+    asked = "pointer queries", "pinned allocations"
+    work = emulator.counted(optimizer.step)
+    return {name: n for name, n in work.items() if name not in asked}, dict(emulator.kernels())
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_clipped_step_waits_for_nothing(zeroes: bool) -> None:
+    plain, launches = counted()
+    clipped, found = counted(clip_grad_norm=1.0, zero_grads=zeroes)
+    assert found["multi_tensor"] == launches["multi_tensor"] == 2
+    assert not any(name.startswith("sync") for name in clipped)
+    assert {k: n for k, n in clipped.items() if k != "kernels"} == {
+        k: n for k, n in plain.items() if k != "kernels"
+    }
+    assert clipped["kernels"] - plain["kernels"] <= 12, "for the norm and the number made of it"
+
+
+def test_a_norm_that_is_waited_for() -> None:
+    optimizer = AdamW(parameters(12), capturable=True)
+    collage_fx.compile_(optimizer, clip_grad_norm=1.0, error_if_nonfinite=True)
+    emulator.reset()
+    with contextlib.suppress(NonFiniteError):  # no kernel computes anything here
+        optimizer.step()
+    assert any(name.startswith("sync") for name in emulator.read())
+
+
+def test_a_clipped_step_is_captured() -> None:
+    optimizer = AdamW(parameters(12), capturable=True)
+    collage_fx.compile_(optimizer, level="plus", clip_grad_norm=torch.ones((), device="cuda"))
+    warm_up(optimizer.step)
+    emulator.reset()
+    graph = captured(optimizer.step)
+    assert "capture violations" not in emulator.read()
+    emulator.counted(graph.replay)
+    assert emulator.kernels()["multi_tensor"] == 2
