@@ -11,7 +11,7 @@ import collage_fx
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from steps import parameters
-from ways import LR, WAYS
+from ways import CLIPPED, LR, WAYS
 
 STEPS = 30
 
@@ -44,10 +44,10 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [*WAYS, *(n for n in CLIPPED if "zeroe" not in n)])
 def test_a_way_is_adamw(name: str) -> None:
     params = small()
-    step = WAYS[name].make(params)
+    step = (WAYS | CLIPPED)[name].make(params)
     for _ in range(STEPS):
         step()
     found = [collage_fx.value(p) for p in params]
@@ -55,6 +55,7 @@ def test_a_way_is_adamw(name: str) -> None:
     if name.startswith("plain"):
         assert 0.1 < distance(found, exact) < 0.2  # its roundings of every update
         return
-    assert distance(found, exact) < 0.03
+    bound = 0.06 if name == "sr" else 0.03  # 8 bits, rounded by chance
+    assert distance(found, exact) < bound
     # The negative control: another learning rate is told apart.
-    assert distance(found, in_float64(LR * 1.1)) > 0.06
+    assert distance(found, in_float64(LR * 1.1)) > max(0.06, 1.25 * bound)
