@@ -47,6 +47,7 @@ VARIANTS = (
     *("plus eft", "remainder16", "plus wide", "light eft", "by chance"),
     *("ulp8", "mcf3", "light wide", "SGD", "Lion"),
 )
+CLIPS = "remainder16, clips"
 PEERS = (
     *("plus eft", "remainder16", "plain fused", "master", "plus wide", "light eft"),
     *("optimi", "flashoptim"),
@@ -62,7 +63,7 @@ RUNS: dict[str, dict[str, Part]] = {
         "A1 device": Part("gpu_steps.device", 40),
         "A2 whole steps": Part("gpu_words.whole_steps", 70),
         "A2 launches": Part("gpu_words.launches", 70),
-        **{f"A3 {way}": Part("gpu_kernels.variant", 40, way) for way in VARIANTS},
+        **{f"A3 {way}": Part("gpu_kernels.variant", 40, way) for way in (*VARIANTS, CLIPS)},
         "A4 steps": Part("gpu_steps.host", 80),
         "A5 graphs": Part("gpu_steps.graphs", 60),
         "A6 limits": Part("gpu_limits.large", 90),

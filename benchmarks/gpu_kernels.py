@@ -23,7 +23,7 @@ from gpu_timing import (
 from steps import Lion, parameters
 from torch import Tensor
 from torch.optim import SGD
-from ways import LR, WAYS, Step, Way, adamw
+from ways import CLIPPED, LR, WAYS, Step, Way, adamw
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
@@ -52,6 +52,7 @@ VARIANTS: dict[str, Way] = {
     "light wide": WAYS["light wide"],
     "SGD": Way(_compiled(_sgd, level="light", storage="mcf2"), 14, 8),
     "Lion": Way(_compiled(Lion, level="light", storage="mcf2"), 14, 8),
+    "remainder16, clips": CLIPPED["remainder16, clips"],
 }
 """The kernels that are measured; bytes moved and held by the table of their states."""
 

@@ -55,6 +55,8 @@ WHOLE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "AdamW, ulp8": (AdamW, ONE, PLUS | {"storage": "ulp8"}),
     "AdamW, ulp4": (AdamW, ONE, PLUS | {"storage": "ulp4"}),
     "AdamW, sr": (AdamW, ONE, PLUS | {"storage": "sr"}),
+    # A norm that leaves gradients as they are: its sum has other last bits on a GPU.
+    "AdamW, clips and zeroes": (AdamW, ONE, R16 | {"clip_grad_norm": 1e30, "zero_grads": True}),
     "AdamW, by chance": (AdamW, ONE, PLUS | {"arithmetic": "wide", "stochastic_rounding": True}),
     "AdamW, plus, foreach": (AdamW, {"foreach": True}, PLUS),
     "SGD, plus": (SGD, {"momentum": 0.9, **ONE}, PLUS),
