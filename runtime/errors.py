@@ -189,6 +189,7 @@ WarningName = Literal[
     "no-shared-kernel",
     "not-given",
     "not-torch-compile",
+    "nothing-clipped",
     "nothing-compensated",
     "other-operation",
     "overlap",

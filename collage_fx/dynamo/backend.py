@@ -23,8 +23,9 @@ from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at,
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.symbols import Symbols, writes_number
+from collage_fx.gradients.graph import multiply_apart
+from collage_fx.gradients.multiplied import Multiplied
 from collage_fx.gradients.norm import gradients_of
-from collage_fx.gradients.scaled_step import Multiplied, multiply_apart
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.dynamo_settings import trace_without_numbers
 from collage_fx.hooks.traces import traced_code
@@ -152,7 +153,7 @@ class Backend(Session):
         Other parts would read the gradients as they are. Raises SkipFrame.
         """
         if (steps := self.steps()) is not None:
-            steps.enter(Cause.SCALED_IN_PART)
+            steps.enter(Cause.GRADIENTS_APART)
         self.refuse("gradients are multiplied in a part of the step, which others go on from")
 
     def refuse_each(self, argument: Any, part: Any) -> None:
@@ -175,7 +176,8 @@ class Backend(Session):
         torch_private.require()
         if (steps := self.steps()) is not None:
             steps.look()
-        if multiply_apart(gm) and not self.is_whole(gm):
+        multiplies = multiply_apart(gm)
+        if multiplies is None or (multiplies and not self.is_whole(gm)):
             self._refuse_part()
         if self.reads_numbers and reads_numbers(gm):
             self._read_numbers(gm)

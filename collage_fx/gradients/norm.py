@@ -36,8 +36,12 @@ class GradientNorm:
         self.waiting: dict[int, _Seen] = {}
         """Optimizers, by their ids, that have not used the last sum; with their gradients then."""
 
-    def sum_of_squares(self, optimizer: Optimizer) -> Tensor:
+    def sum_of_squares(self, optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
         """Return the square of the norm, for a step of one of the optimizers.
+
+        Args:
+            optimizer: that one.
+            gradients: those that it has now.
 
         Returns:
             A 0-d tensor, in float64 or fp32, on the device of the first gradient. Of DTensors all
@@ -47,10 +51,10 @@ class GradientNorm:
             UnsupportedError: a gradient is a DTensor that is yet to be reduced over its mesh.
         """
         seen = self.waiting.pop(id(optimizer), None)
-        if self.sum is None or seen is None or not _are(seen, gradients_of(optimizer)):
-            every = [one for one in (find() for find in self.of) if one is not None]
-            self.sum = _sum([g for one in every for g in gradients_of(one)])
-            others = (one for one in every if one is not optimizer)
+        if self.sum is None or seen is None or not _are(seen, gradients):
+            alive = (one for one in (find() for find in self.of) if one is not None)
+            others = [one for one in alive if one is not optimizer]
+            self.sum = _sum(gradients_of(optimizer, *others) if others else gradients)
             self.waiting = {id(one): _seen(gradients_of(one)) for one in others}
         return self.sum
 
@@ -70,17 +74,15 @@ def norm_over(optimizers: Sequence[Optimizer]) -> GradientNorm:
         return norm
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients of the parameters of an optimizer, and of what it wraps, each once."""
-    params = [p for one in family(optimizer) for p in params_of(one)]
-    return _once([g for p in params if (g := p.grad) is not None])
+def gradients_of(*optimizers: Optimizer) -> list[Tensor]:
+    """Return the gradients of the parameters of optimizers, and of what these wrap.
 
-
-def _once(gradients: list[Tensor]) -> list[Tensor]:
-    ids = {*map(id, gradients)}
-    if len(ids) == len(gradients):
-        return gradients
-    return list({id(g): g for g in gradients}.values())
+    One for each parameter, as torch.nn.utils.clip_grad_norm_ counts a gradient that two have twice.
+    """
+    params = [p for one in optimizers for inner in family(one) for p in params_of(inner)]
+    if len({*map(id, params)}) < len(params):
+        params = list({id(p): p for p in params}.values())
+    return [g for p in params if (g := p.grad) is not None]
 
 
 def _seen(gradients: list[Tensor]) -> _Seen:
@@ -97,7 +99,6 @@ def _are(seen: _Seen, gradients: list[Tensor]) -> bool:
 
 def _sum(gradients: list[Tensor]) -> Tensor:
     """Return the sum of the squares of gradients, of which some may be shards."""
-    gradients = _once(gradients)
     if PLAIN.issuperset(map(type, gradients)) and len({g.device for g in gradients}) < 2:
         return sum_of_squares(gradients)
     parts: dict[Any, list[Tensor]] = {}

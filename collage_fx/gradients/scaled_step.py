@@ -5,64 +5,17 @@ the step, to be recorded, each gradient is replaced by the product for as long a
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from collage_fx.gradients.multiplied import FACTOR, MULTIPLIED, Multiplied
 from collage_fx.gradients.norm import gradients_of
-from collage_fx.optimizer.ownership import family, params_of, source_name
-from collage_fx.passes.dedup.graph_scan import memory_of, overwrites
-from collage_fx.runtime.errors import UnsupportedError
-from collage_fx.runtime.residuals.dtensor import shard_of
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.optimizer.ownership import family, params_of
 from collage_fx.runtime.residuals.residual import version
-from collage_fx.runtime.trees import tree_leaves
-
-FACTOR = "_collage_factor"
-"""Attribute of an optimizer within a step: the 0-d tensor that gradients are multiplied with."""
-MULTIPLIED = "_collage_multiplied"
-"""Attribute of an optimizer within a step: `Multiplied`, of the same step."""
-
-
-class Multiplied:
-    """Gradients that a recorded step has products of, and reads nowhere else."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, StorageWeakRef] = {}
-        self.factors: set[int] = set()
-        """The storages of what they are multiplied by."""
-
-    def note(self, gradient: Tensor, factor: Tensor) -> None:
-        """Note a gradient of which a product is made."""
-        shard = shard_of(gradient)
-        if has_memory(shard):
-            storage = shard.untyped_storage()
-            self.storages[storage._cdata] = StorageWeakRef(storage)
-            self.factors.add(factor.untyped_storage()._cdata)
-
-    def refuse(self, func: Any, read: Iterable[Tensor], where: Callable[[], str]) -> None:
-        """Raise UnsupportedError if an operation reads a gradient that is to be multiplied.
-
-        Args:
-            func: the operation.
-            read: its operands, but for those that it overwrites.
-            where: returns the line of code that calls it.
-        """
-        keys = {t.untyped_storage()._cdata for t in read if has_memory(t)}
-        found = map(self.storages.get, keys)
-        if not any(storage is not None and not storage.expired() for storage in found):
-            return
-        if func is torch.ops.aten.mul.Tensor and not keys.isdisjoint(self.factors):
-            return
-        raise UnsupportedError(
-            f"clip_grad_norm: {func} reads the memory of a gradient, though not by way of p.grad, "
-            f"at {where()}, so that it would not be clipped: clip the gradients before the step"
-        )
 
 
 def with_gradients(step: Callable[..., Any], *, zeros: bool) -> Callable[..., Any]:
@@ -111,6 +64,7 @@ def _in_python(
             result = step(optimizer, *args, **kwargs)
         finally:
             products.take_back()
+            products.end()
     if zeros:
         zero_gradients(optimizer)
     return result
@@ -137,7 +91,8 @@ class _Products:
     @torch.no_grad()
     def put(self) -> None:
         """Put the products in the places of gradients."""
-        self.made.clear()
+        self.multiplied.flush()  # what a hook has read or written
+        self.multiplied.renew()
         for p in self.params:
             if (g := p.grad) is None:
                 continue
@@ -161,6 +116,12 @@ class _Products:
                 g.copy_(product)
         self.made.clear()
 
+    @torch.compiler.disable
+    def end(self) -> None:
+        """Have done what the step has read; what comes after it reads gradients as they are."""
+        self.multiplied.flush()
+        self.multiplied.storages.clear()
+
     def around(self, argument: Any) -> Any:
         """Return an argument of the step; a closure, which computes gradients, with them back."""
         if not callable(argument):
@@ -179,7 +140,7 @@ class _Products:
 def multiply(optimizer: Optimizer) -> None:
     """Multiply the gradients of an optimizer by `FACTOR`, in place, if it has one."""
     if (factor := vars(optimizer).get(FACTOR)) is not None:
-        for g in gradients_of(optimizer):
+        for g in {id(g): g for g in gradients_of(optimizer)}.values():
             g.mul_(factor.to(g.device))
 
 
@@ -188,90 +149,3 @@ def _product(gradient: Any, factor: Any) -> Any:
     if gradient.dim():
         return torch.mul(gradient, factor)
     return torch.mul(gradient.unsqueeze(0), factor).squeeze(0)
-
-
-def multiply_apart(gm: GraphModule) -> bool:
-    """Have a Dynamo graph leave the gradients that it multiplies by `FACTOR` as they are, in place.
-
-    Before::
-
-        grad.mul_(factor)
-        exp_avg.lerp_(grad, 0.1)
-
-    After::
-
-        mul = torch.mul(grad, factor)
-        exp_avg.lerp_(mul, 0.1)
-
-    A gradient that the step itself writes is left alone: what it writes is the user's.
-
-    Returns:
-        whether there is such a product.
-    """
-    inputs = {n for n in gm.graph.find_nodes(op="placeholder") if _is_factor(n)}
-    found = [n for n in gm.graph.find_nodes(op="call_method", target="mul_") if n.args[1] in inputs]
-    if not found:
-        return False
-    written = _overwritten(gm, set(found))
-    apart: dict[Node, Node] = {}
-    for node in found:
-        gradient = node.args[0]
-        assert isinstance(gradient, Node)
-        if memory_of(gradient.meta["example_value"]) in written:
-            continue
-        if gradient not in apart:  # a parameter may be in its group twice
-            readers = [user for user in gradient.users if user is not node and _is_read(user)]
-            with gm.graph.inserting_before(node):
-                product = _append_product(gm.graph, node)
-            apart[gradient] = product
-            for user in readers:
-                user.replace_input_with(gradient, product)
-        node.replace_all_uses_with(apart[gradient])
-        gm.graph.erase_node(node)
-    gm.recompile()
-    return True
-
-
-def _append_product(graph: Graph, node: Node) -> Node:
-    """Append what `_product` does to the operands of an operation in a Dynamo graph."""
-    gradient, factor = node.args
-    assert isinstance(gradient, Node)
-    value = gradient.meta["example_value"]
-    if value.dim():
-        product = graph.call_function(torch.mul, node.args)
-        product.meta = dict(node.meta)
-        return product
-    row = graph.call_function(torch.unsqueeze, (gradient, 0))
-    wide = graph.call_function(torch.mul, (row, factor))
-    product = graph.call_function(torch.squeeze, (wide, 0))
-    with torch.no_grad():
-        rows = value.unsqueeze(0), torch.empty_like(value).unsqueeze(0)
-    for made, example in zip((row, wide, product), (*rows, rows[1].squeeze(0)), strict=True):
-        made.meta = {**node.meta, "example_value": example}
-    return product
-
-
-def _is_factor(node: Node) -> bool:
-    return source_name(getattr(node, "_dynamo_source", None)).endswith(f".{FACTOR}")
-
-
-def _overwritten(gm: GraphModule, products: set[Node]) -> set[int]:
-    """Return the memory that a graph overwrites, but by these operations or by zeros at the end."""
-    found: set[int] = set()
-    ends = True
-    for node in reversed(gm.graph.nodes):
-        if node.op == "output" or node in products:
-            continue
-        ends &= node.op == "call_method" and node.target == "zero_" and not node.users
-        if ends or not node.op.startswith("call"):
-            continue
-        targets = node.args[:1] if overwrites(node) else ()
-        given = (targets, node.kwargs.get("out"))
-        written = (n.meta.get("example_value") for n in tree_leaves(given) if isinstance(n, Node))
-        found |= {memory_of(t) for t in tree_leaves(list(written)) if isinstance(t, Tensor)}
-    return found
-
-
-def _is_read(user: Node) -> bool:
-    """Return True if an operation does more with a gradient than to overwrite it with zeros."""
-    return not (user.op == "call_method" and user.target == "zero_")

@@ -23,7 +23,7 @@ from collage_fx.runtime.torch_private import _use_grad_for_differentiable
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
-FOUND_INF, GRAD_SCALE = _AMP = ("found_inf", "grad_scale")
+FOUND_INF, GRAD_SCALE = AMP = ("found_inf", "grad_scale")
 """Attributes that torch.amp.GradScaler leaves on an optimizer whose kernel unscales gradients."""
 AMP_SCALING = "_step_supports_amp_scaling"
 """Attribute of such an optimizer."""
@@ -98,9 +98,9 @@ def traceable(optimizer: Optimizer, *, asks: bool, scales: bool = False) -> Iter
                 continue
             if groups and isinstance(one, Adam) and init_of_torch(one) is not None:
                 init_states(one, groups)
-            restored.callback(vars(one).update, {k: vars(one)[k] for k in _AMP if k in vars(one)})
+            restored.callback(vars(one).update, {k: vars(one)[k] for k in AMP if k in vars(one)})
             restored.callback(vars(one).pop, SCALE, None)
-            found, scale = (vars(one).pop(k, None) for k in _AMP)
+            found, scale = (vars(one).pop(k, None) for k in AMP)
             within = one is optimizer and _is_torchs(one)
             if found is not None and within and not asks and found.device.type != "cpu":
                 restored.enter_context(left_out_if(found))

@@ -30,7 +30,10 @@ class Cause(Enum):
         Mode.RECORDED,
         "a write of a state, and more than a third of all operations, outside of Dynamo's graphs",
     )
-    SCALED_IN_PART = Mode.RECORDED, "gradients are clipped in a graph that is not all of the step"
+    GRADIENTS_APART = (
+        Mode.RECORDED,
+        "gradients are clipped or zeroed, and no graph has all of them as the step begins",
+    )
     UNSEEN = Mode.RECORDED, "a state was written, by no graph and no operation that was seen"
     RESUMED = Mode.RECORDED, "the run that saved the checkpoint was recorded"
     PARTLY_OUTSIDE = (

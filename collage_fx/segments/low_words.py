@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collage_fx.gradients.scaled_step import Multiplied
+from collage_fx.gradients.multiplied import Multiplied
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.gradients.scaled_step import Multiplied
+from collage_fx.gradients.multiplied import Multiplied
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.graph_memory import Connected
 from collage_fx.passes.rewrite.comparisons import compared, rounds_number

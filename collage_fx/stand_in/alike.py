@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
-from collage_fx.gradients.scaled_step import FACTOR, MULTIPLIED
+from collage_fx.gradients.multiplied import FACTOR, MULTIPLIED
 from collage_fx.runtime.residuals.dtensor import place_of, shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.positions import place_in_order

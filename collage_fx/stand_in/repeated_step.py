@@ -25,7 +25,7 @@ from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Noted, Observed
-from collage_fx.gradients.scaled_step import FACTOR
+from collage_fx.gradients.multiplied import FACTOR
 from collage_fx.hooks.nested_compile import GlobalState
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.ownership import params_of

@@ -19,6 +19,7 @@ from collage_fx.gradients.clipping import Clipping
 from collage_fx.gradients.scaled_step import zero_gradients
 from collage_fx.hooks import distributed_state_dicts, nested_compile
 from collage_fx.hooks.dynamo_settings import FIRST, many_graphs, no_full_collection
+from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes, put_beneath_hooks
 from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps
@@ -38,6 +39,7 @@ from collage_fx.record.mode import Cause
 from collage_fx.record.service import written_between_steps
 from collage_fx.record.steps import Steps
 from collage_fx.runtime import progress, torch_private
+from collage_fx.runtime.torch_private import _disable_current_modes
 from collage_fx.runtime.trees import replace_functions, tree_leaves
 from collage_fx.stand_in.steps import StandInSteps
 from collage_fx.step.first_steps import StepCheck
@@ -114,6 +116,8 @@ class CompiledStep:
         self.clipping: Clipping | None = None
         if session.scales:
             self.clipping = clipping = Clipping(optimizer, config, self.steps.words.multiplied)
+            clipping.multiplied.flush = self.steps.recorder.flush_outside
+            clipping.multiplied.renew = functools.partial(_renew, clipping, reference)
             session.factor = lambda: clipping.factor
         few = StandInSteps(lambda: _alive(reference), session)
         self.run = TracedCall(self.plain, session, self.steps, few)
@@ -142,7 +146,7 @@ class CompiledStep:
     @disable  # where the whole training step is compiled
     def _clipped(self, clipping: Clipping, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         args, kwargs = clipping.begin(optimizer, args, kwargs)
-        with clipping.within(optimizer):
+        with clipping.within(optimizer), clipping.watched(optimizer, self.session.warn_once):
             return self._looked_at(optimizer, args, kwargs)
 
     def _looked_at(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -188,6 +192,13 @@ class CompiledStep:
         if config.zero_grads:
             zero_gradients(optimizer)
         return None
+
+
+def _renew(clipping: Clipping, find: Callable[[], Optimizer | None]) -> None:
+    """Compute the norm anew beneath hooks, which may have written gradients."""
+    if has_foreign_hooks(optimizer := _alive(find)):
+        with _disable_current_modes():
+            clipping.update(optimizer, raises=clipping.raises)
 
 
 def compile_function(function: Callable[..., Any], session: Backend) -> Callable[..., Any]:
@@ -283,8 +294,9 @@ class TracedCall:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         steps, session = self.steps, self.session
         steps.go_on()
-        if session.scales and steps.traces and not self._scales_all(args, kwargs):
-            steps.enter(Cause.SCALED_IN_PART)
+        changes = session.scales or session.config.zero_grads
+        if changes and steps.traces and not self._reaches_all(args, kwargs):
+            steps.enter(Cause.GRADIENTS_APART)
         early = self.guard.calls < FIRST
         compiles = no_full_collection() if early else nullcontext()
         with compiles, self.guard.watch() as calm:
@@ -308,13 +320,19 @@ class TracedCall:
                 steps.see_written()
             return result
 
-    def _scales_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if all gradients are there, in the optimizer's groups, when a step begins."""
-        before = self.few is not None and self.few.tries  # a closure is called before the step then
-        if not before and any(map(callable, tree_leaves((args, kwargs)))):
+    def _reaches_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True if all gradients are there, in the optimizer's groups, when a step begins.
+
+        Hooks of the user's own may write them.
+        """
+        optimizer = _alive(self.session.optimizer)
+        if has_foreign_hooks(optimizer):
             return False
-        everyone = family(_alive(self.session.optimizer))
-        params = [{*map(id, params_of(one))} for one in everyone]
+        before = self.few is not None and self.few.tries  # a closure is called before the step then
+        closures = self.session.scales and not before
+        if closures and any(map(callable, tree_leaves((args, kwargs)))):
+            return False
+        params = [{*map(id, params_of(one))} for one in family(optimizer)]
         return set().union(*params) == params[0]
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

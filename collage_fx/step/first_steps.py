@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from collage_fx.dynamo.backend import Backend
 from collage_fx.gradients.scaled_step import multiply
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
+from collage_fx.optimizer.fused import AMP
 from collage_fx.optimizer.ownership import all_tensors_of, family, params_of, tensors_in
 from collage_fx.record.service import TRIED
 from collage_fx.record.steps import Steps
@@ -190,6 +191,8 @@ def exact_step(
         with rehearsal(optimizer) as drawn:
             twin = clone_of(optimizer, in_float64, residuals=False)
             multiply(twin)
+            for name in AMP:  # a copy of what a GradScaler has left
+                vars(twin).pop(name, None)
             types.MethodType(type(twin).step, twin)(*(() if loss is None else (loss,)))
     except Exception as error:  # whatever code of the user's raises that wants 16 bits
         return f"steps cannot be done in float64: {error}"

@@ -16,6 +16,8 @@ import torch
 from torch.compiler import disable
 from torch.optim import Optimizer
 
+from collage_fx.config import CollageConfig
+from collage_fx.errors import OptionError
 from collage_fx.hooks import nested_compile
 from collage_fx.hooks.step_substitution import codes
 from collage_fx.optimizer import plain_steps
@@ -55,6 +57,7 @@ class ServedMethod:
         steps = self.steps()
         if steps is None or nested_compile.within_step():
             return self.plain(*args, **kwargs)
+        _refuse_unclipped(self.own, steps.session.config)
         if args or kwargs:
             # A closure is no part of the method.
             args, kwargs = replace_functions(
@@ -110,6 +113,18 @@ def _stepping(steps: "Steps") -> Iterator[None]:
         nested_compile.step_of(steps.session, compiled=False),
     ):
         yield
+
+
+def _refuse_unclipped(method: Callable[..., Any], config: CollageConfig) -> None:
+    """Raise OptionError for a part of a step that is called by itself, as SAM's are."""
+    asked = ["clip_grad_norm"] * (config.clip_grad_norm is not None)
+    asked += ["zero_grads"] * config.zero_grads
+    names = [name for code in codes(method) for name in _names_in(code)]
+    if asked and "grad" in names and ("step" in method.__name__ or _takes_step(method)):
+        raise OptionError(
+            f"{asked[0]} is for the gradients of step(): {method.__name__}() reads gradients by "
+            "itself. Call step() with a closure, or clip and zero gradients around it"
+        )
 
 
 def _takes_step(method: Callable[..., Any]) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 import collage_fx
 from collage_fx.errors import UnsupportedError
 from collage_fx.gradients import norm
-from collage_fx.gradients.norm import GradientNorm, norm_over
+from collage_fx.gradients.norm import GradientNorm, gradients_of, norm_over
 from collage_fx.runtime.kernels import sum_of_squares as kernel
 from collage_fx.runtime.kernels.sum_of_squares import sum_of_squares
 
@@ -104,15 +104,15 @@ def test_gradients_of_another_step_are_read_again(sums: list[int]) -> None:
     assert norm_over([other, one]) is shared and norm_over([one]) is not shared
     give(one, 0)
     give(other, 0)
-    shared.sum_of_squares(one)
-    shared.sum_of_squares(one)  # the other one has taken no step
+    shared.sum_of_squares(one, gradients_of(one))
+    shared.sum_of_squares(one, gradients_of(one))  # the other one has taken no step
     assert len(sums) == 2
     give(other, 1)
-    assert float(shared.sum_of_squares(other)) == pytest.approx(
+    assert float(shared.sum_of_squares(other, gradients_of(other))) == pytest.approx(
         exact([p.grad for o in (one, other) for p in o.param_groups[0]["params"]])
     )
     one.param_groups[0]["params"][0].grad.mul_(3)
-    shared.sum_of_squares(one)
+    shared.sum_of_squares(one, gradients_of(one))
     assert len(sums) == 4
 
 
@@ -121,16 +121,20 @@ def test_an_optimizer_that_is_gone_counts_no_more(sums: list[int]) -> None:
     shared = norm_over([SGD(params()[:2], lr=LR), other])
     gc.collect()
     give(other, 0)
-    shared.sum_of_squares(other)
+    shared.sum_of_squares(other, gradients_of(other))
     assert sums == [3]
 
 
-def test_a_gradient_counts_once() -> None:
+def test_a_gradient_counts_for_each_parameter_that_has_it() -> None:
     one, same = (torch.zeros(3).requires_grad_() for _ in range(2))
     one.grad = same.grad = torch.ones(3)
     without = torch.zeros(3).requires_grad_()
     optimizer = SGD([one, same, without], lr=LR)
-    assert float(GradientNorm([optimizer]).sum_of_squares(optimizer)) == 3
+    found = GradientNorm([optimizer]).sum_of_squares(optimizer, gradients_of(optimizer))
+    assert float(found) == 6
+    assert float(torch.nn.utils.get_total_norm([one.grad, same.grad])) == pytest.approx(6**0.5)
+    optimizer.param_groups[0]["params"].append(one)
+    assert len(gradients_of(optimizer)) == 2
 
 
 def test_partial_gradients_are_refused() -> None:

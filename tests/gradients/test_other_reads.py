@@ -1,6 +1,6 @@
 """Gradients that a step reads without `p.grad`, and the graphs that multiply them.
 
-For gradients.scaled_step.
+For gradients.multiplied and gradients.graph.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.errors import UnsupportedError
-from collage_fx.gradients.scaled_step import FACTOR, multiply_apart
+from collage_fx.gradients.graph import multiply_apart
+from collage_fx.gradients.multiplied import FACTOR
 
 
 @pytest.mark.parametrize("record", ["auto", True, False])
