@@ -326,7 +326,7 @@ class TracedCall:
         Hooks of the user's own may write them.
         """
         optimizer = _alive(self.session.optimizer)
-        if has_foreign_hooks(optimizer):
+        if self.session.scales and has_foreign_hooks(optimizer):
             return False
         before = self.few is not None and self.few.tries  # a closure is called before the step then
         closures = self.session.scales and not before

@@ -47,6 +47,8 @@ _WITH_NUMBER: dict[Any, Any] = {
 }
 
 
+_WITH_ABS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+"""Dtypes of which the absolute value has the dtype itself, and is compared."""
 _THE_SAME = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 """Operations that return their operand where nothing is overwritten, if it is laid out alike."""
 
@@ -167,6 +169,8 @@ def _zeros_by_elements(program: Program, graph: Graph) -> None:
         if g not in gradients or constant_of(zeros) != 0 or shape_of(g) != shape_of(zeros):
             continue
         val = value_of(g)
+        if val.dtype not in _WITH_ABS:
+            continue
         with graph.inserting_before(write):
             size = graph.call_function(aten.abs.default, (g,))
             never = graph.call_function(aten.lt.Scalar, (size, 0))
