@@ -29,8 +29,8 @@ def multiply_apart(gm: GraphModule) -> bool | None:
         gm: a Dynamo graph.
 
     Returns:
-        whether there is such a product. None if one is not that of a gradient as the graph is given
-        it, where a hook has written or replaced that before.
+        whether there is such a product. None if one is not the first to take a gradient as the
+        graph is given it, where a hook has read, written or replaced that before.
     """
     factors = {n for n in gm.graph.find_nodes(op="placeholder") if _is_factor(n)}
     found = [
@@ -62,7 +62,7 @@ def multiply_apart(gm: GraphModule) -> bool | None:
 
 
 def _are_inputs(gm: GraphModule, products: set[Node]) -> bool:
-    """Return True if gradients are inputs of the graph that nothing has written before products."""
+    """Return True if gradients are inputs of the graph, which products are the first to take."""
     before: set[int] = set()
     for node in gm.graph.nodes:
         if node in products:
@@ -71,8 +71,9 @@ def _are_inputs(gm: GraphModule, products: set[Node]) -> bool:
                 return False
             if memory_of(gradient.meta["example_value"]) in before:
                 return False
-        else:
-            before |= _memory_written(node)
+        elif node.op.startswith("call"):
+            values = (n.meta.get("example_value") for n in node.all_input_nodes)
+            before |= {memory_of(t) for t in tree_leaves(list(values)) if isinstance(t, Tensor)}
     return True
 
 

@@ -122,6 +122,15 @@ def test_products_are_apart() -> None:
         g.view(3).add_(p)
         p.add_(g)
 
+    def reads_before(g: Tensor, p: Tensor, factor: Tensor) -> None:
+        p.add_(g.sign())
+        step(g, p, factor)
+
+    def replaces_it(g: Tensor, p: Tensor, factor: Tensor) -> None:
+        step(g.clone(), p, factor)
+
+    assert traced(reads_before).endswith("apart: None")
+    assert traced(replaces_it).endswith("apart: None")
     assert_expected_inline(
         traced(step),
         """\
