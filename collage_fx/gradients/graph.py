@@ -1,5 +1,7 @@
 """The product of gradients and a number in a graph that Dynamo has made of a step."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -72,8 +74,7 @@ def _are_inputs(gm: GraphModule, products: set[Node]) -> bool:
             if memory_of(gradient.meta["example_value"]) in before:
                 return False
         elif node.op.startswith("call"):
-            values = (n.meta.get("example_value") for n in node.all_input_nodes)
-            before |= {memory_of(t) for t in tree_leaves(list(values)) if isinstance(t, Tensor)}
+            before |= _memory_in(node.all_input_nodes)
     return True
 
 
@@ -118,8 +119,13 @@ def _memory_written(node: Node) -> set[int]:
     if not node.op.startswith("call"):
         return set()
     given = (node.args[:1] if overwrites(node) else (), node.kwargs.get("out"))
-    written = (n.meta.get("example_value") for n in tree_leaves(given) if isinstance(n, Node))
-    return {memory_of(t) for t in tree_leaves(list(written)) if isinstance(t, Tensor)}
+    return _memory_in(n for n in tree_leaves(given) if isinstance(n, Node))
+
+
+def _memory_in(nodes: Iterable[Node]) -> set[int]:
+    """Return the memory of the tensors that nodes stand for."""
+    values = [n.meta.get("example_value") for n in nodes]
+    return {memory_of(t) for t in tree_leaves(values) if isinstance(t, Tensor)}
 
 
 def _is_read(user: Node) -> bool:
