@@ -15,6 +15,7 @@ from collage_fx.config import CollageConfig
 from collage_fx.gradients.scaled_step import with_gradients
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.hooks.traces import traced_code, watch_traces
+from collage_fx.optimizer.fused import unscaled
 from collage_fx.optimizer.ownership import family
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.codegen.multi_tensor_kernel import unreachable
@@ -151,8 +152,10 @@ class Session:
         return self.config.clip_grad_norm is not None
 
     def with_gradients(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step that does to gradients what the user asks for."""
-        zeros = self.config.zero_grads
+        """Return a step that does to gradients what the user asks for, and a GradScaler."""
+        optimizer, zeros = self.optimizer(), self.config.zero_grads
+        if optimizer is not None and not self.scales:
+            step = unscaled(step, optimizer)
         return with_gradients(step, zeros=zeros) if zeros or self.scales else step
 
     def shared_numbers(self) -> list[Tensor]:

@@ -64,6 +64,8 @@ class Clipping:
         self.multiplied = multiplied or Multiplied()
         self.shown: Callable[[], Any] = lambda: None
         """Weak reference to the function of which the norm is an attribute."""
+        self.scale: Tensor | None = None
+        """Scale that a GradScaler has left for the step."""
         self.steps = 0
         self.blind = False
         """True if the last norm was that of no gradients."""
@@ -89,6 +91,7 @@ class Clipping:
         Raises:
             NonFiniteError: as `update`.
         """
+        self.scale = vars(optimizer).get(GRAD_SCALE)
         closures = any(map(callable, tree_leaves((args, kwargs))))
         self.update(optimizer, raises=self.raises and not closures)
         find = weakref.ref(optimizer)
@@ -119,8 +122,7 @@ class Clipping:
             gradients = gradients_of(optimizer)
             self.blind = not gradients
             norm = self.norm.sum_of_squares(optimizer, gradients).sqrt().to(torch.float32)
-            scale = vars(optimizer).get(GRAD_SCALE)
-            scale = None if scale is None else scale.to(norm.device, norm.dtype)
+            scale = None if self.scale is None else self.scale.to(norm.device, norm.dtype)
             norm = norm if scale is None else norm / scale
             if self.factor.device != norm.device:
                 self.factor = self.factor.to(norm.device)
@@ -139,12 +141,10 @@ class Clipping:
     def within(self, optimizer: Optimizer) -> Iterator[None]:
         """Have the step of the optimizer multiply gradients by the number, within this context."""
         own = vars(optimizer)
-        scale = {GRAD_SCALE: own.pop(GRAD_SCALE)} if GRAD_SCALE in own else {}
         own[FACTOR], own[MULTIPLIED] = self.factor, self.multiplied
         try:
             yield
         finally:
-            own.update(scale)
             del own[FACTOR], own[MULTIPLIED]
             self.multiplied.storages.clear()
 

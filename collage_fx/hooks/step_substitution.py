@@ -79,8 +79,11 @@ def put_beneath_hooks(
         return put(step)
     own: Any = around.__wrapped__  # type: ignore[attr-defined]
     cuts = getattr(own, "__code__", None) is _CUTTING
-    inner = _use_grad_for_differentiable(put(own.__wrapped__)) if cuts else put(own)
-    return Optimizer.profile_hook_step(inner)
+    inner = own.__wrapped__ if cuts else own
+    made = put(inner)
+    if made is inner:
+        return around
+    return Optimizer.profile_hook_step(_use_grad_for_differentiable(made) if cuts else made)
 
 
 def beneath_hooks(step: Any) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from collage_fx.config import CollageConfig
 from collage_fx.optimizer.discovery import init_of_torch, init_states
 from collage_fx.optimizer.ownership import family
 from collage_fx.runtime.kernels.left_out import left_out_if
-from collage_fx.runtime.torch_private import _use_grad_for_differentiable
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
 """torch.optim's classes that have a fused kernel; a subclass's step is theirs, or made of it."""
@@ -101,6 +100,8 @@ def traceable(optimizer: Optimizer, *, asks: bool, scales: bool = False) -> Iter
             restored.callback(vars(one).update, {k: vars(one)[k] for k in AMP if k in vars(one)})
             restored.callback(vars(one).pop, SCALE, None)
             found, scale = (vars(one).pop(k, None) for k in AMP)
+            if scales and one is optimizer:
+                scale = None  # its own number has that in it
             within = one is optimizer and _is_torchs(one)
             if found is not None and within and not asks and found.device.type != "cpu":
                 restored.enter_context(left_out_if(found))
@@ -122,18 +123,6 @@ def traceable(optimizer: Optimizer, *, asks: bool, scales: bool = False) -> Iter
         yield wanted
 
 
-def unscaling(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the step of an optimizer's class, hooks and all, that unscales gradients if it must.
-
-    The division is traced with the step, so it has to be within what cuts the graph there.
-    """
-    step: Any = type(optimizer).step
-    inner = inspect.unwrap(step)
-    if unscaled(inner, optimizer) is inner or not _is_torchs(optimizer):
-        return step
-    return Optimizer.profile_hook_step(_use_grad_for_differentiable(unscaled(inner, optimizer)))
-
-
 def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
     """Return a step that first divides gradients by their scale, where GradScaler may leave one.
 
@@ -141,7 +130,8 @@ def unscaled(inner: Callable[..., Any], optimizer: Optimizer) -> Callable[..., A
     that quotient rounded, as by the fused kernel. In fp16, where gradients are scaled because they
     would be 0, that matters.
     """
-    if not (isinstance(optimizer, FUSED) and getattr(optimizer, AMP_SCALING, False)):
+    leaves = isinstance(optimizer, FUSED) and getattr(optimizer, AMP_SCALING, False)
+    if not (leaves and _is_torchs(optimizer)):
         return inner
 
     def unscaled_step(self: Any, *args: Any, **kwargs: Any) -> Any:

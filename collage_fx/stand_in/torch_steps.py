@@ -12,7 +12,6 @@ from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
 from collage_fx.hooks.step_substitution import layers, with_own_code
 from collage_fx.optimizer.discovery import init_states
-from collage_fx.optimizer.fused import unscaled
 from collage_fx.optimizer.ownership import owned_tensors
 
 ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
@@ -66,8 +65,7 @@ def code_of_step(optimizer: Optimizer) -> tuple[Any, ...] | None:
 
 def without_hooks(optimizer: Optimizer, session: Session) -> Callable[..., Any]:
     """Return the step of an optimizer's class as it is written."""
-    step: Any = inspect.unwrap(type(optimizer).step)
-    return session.with_gradients(step if session.scales else unscaled(step, optimizer))
+    return session.with_gradients(inspect.unwrap(type(optimizer).step))
 
 
 def copy_of_step(optimizer: Optimizer, session: Session) -> FunctionType:

@@ -24,7 +24,7 @@ from collage_fx.hooks.step_substitution import apart, beneath_hooks, codes, put_
 from collage_fx.hooks.symbolic_numbers import symbolic_numbers
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates
-from collage_fx.optimizer.fused import is_fused, note_of, traceable, unscaling
+from collage_fx.optimizer.fused import is_fused, note_of, traceable
 from collage_fx.optimizer.ownership import (
     Owned,
     argument_tensors,
@@ -104,9 +104,7 @@ class CompiledStep:
     ) -> None:
         # The class's own step: optimizer.step may be wrapped by a scheduler, or be ours already.
         config = session.config
-        own = type(optimizer).step if session.scales else unscaling(optimizer)
-        if session.scales or config.zero_grads:
-            own = put_beneath_hooks(own, session.with_gradients)
+        own = put_beneath_hooks(type(optimizer).step, session.with_gradients)
         self.plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
         self.session = session
         self.optimizer = reference = weakref.ref(optimizer)

@@ -274,3 +274,20 @@ def test_a_copy_made_within_a_step_is_of_its_own() -> None:
         optimizer.step()
     assert [one.storages for one in copies] == [{}, {}]
     assert moved(p) == pytest.approx(2, rel=1e-5)
+
+
+@RECORD
+@pytest.mark.parametrize("kind", [SGD, Plain])
+def test_a_hook_beside_a_scaler(kind: Any, record: Any) -> None:
+    p = one()
+    optimizer: Any = kind([p], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    collage_fx.compile_(optimizer, clip_grad_norm=1.0, record=record)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    for k in range(3):
+        scaler.scale(torch.ones(1))
+        p.grad = torch.full((100,), 10.0 * 1024, dtype=torch.bfloat16)
+        scaler.step(optimizer)
+        scaler.update()
+        assert float(optimizer.step.grad_norm) == 100
+        assert moved(p) == pytest.approx(k + 1, rel=1e-5)
