@@ -32,7 +32,8 @@ from collage_fx.runtime.torch_versions import minor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from interpreted import members_of, reference, renewed
-from kernels import CASES, NO_REFERENCE, Case, columns_of, kernel_of, misaligned, rewritten
+from kernel_memory import columns_of
+from kernels import CASES, NO_REFERENCE, Case, kernel_of, misaligned, rewritten
 
 SUPPORT = Path(__file__).parents[1] / "tests/support"
 LAUNCHES, STEPS = 3, 10

@@ -1,5 +1,6 @@
 """Pass 7: decide which carried states get residuals, and say why."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -202,12 +203,29 @@ def _by_compensated(
         if storages:
             asked = settings.stochastic_rounding
             by_chance = frozenset(s for s in storages.values() if is_by_chance(s, asked=asked))
-            new = Rewritten([], storages, group.recurrences, group.representative, by_chance)
+            marked = _marked(member, storages) if settings.changed else ()
+            new = Rewritten(
+                [], storages, group.recurrences, group.representative, marked, by_chance
+            )
             # What cannot be updated together must not keep the others from it.
             ordered = by_chance and all(in_order(c) is not None for c, _, _ in member.states)
-            layout = flat(member), ordered, value_of(member.nodes[0]).device
+            layout = flat(member), ordered, marked, value_of(member.nodes[0]).device
             found.setdefault((*storages.items(), layout), new).members.append(member)
     return list(found.values())
+
+
+def _marked(member: Slice, storages: Iterable[int]) -> tuple[int, ...]:
+    """Return the positions of the parameters of which bits in the order of rows can be kept."""
+    states = [member.states[i][0] for i in storages]
+    pairs = zip(storages, states, strict=True)
+    return tuple(
+        i
+        for i, c in pairs
+        if c.state_name.is_param
+        and c.val.dim()
+        and c.val.is_contiguous()
+        and all(map(is_concrete_int, c.val.shape))
+    )
 
 
 def flat(member: Slice) -> bool:

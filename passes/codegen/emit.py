@@ -23,6 +23,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
     readers_of,
     register_multi_tensor,
     register_scalar_kernel,
+    unprintable,
 )
 from collage_fx.passes.codegen.replicas import LeftOutMember, LeftOutMembers
 from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
@@ -42,7 +43,7 @@ from collage_fx.passes.ir.program import (
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.storage import nibbles
+from collage_fx.runtime.storage import changed_bits, nibbles
 from collage_fx.runtime.storage.positions import positions
 from collage_fx.runtime.storage.registry import Storage
 from collage_fx.runtime.torch_private import select_decomp_table
@@ -99,8 +100,8 @@ class _Stamp:
         return next((c for c in found if c.val.dim()), found[0])
 
     @property
-    def kinds(self) -> list[tuple[Carried, Storage]]:
-        """For each residual the state and the storage that it is of."""
+    def kinds(self) -> list[tuple[Carried, Storage | None]]:
+        """For each residual the state and the storage that it is of; None for bits of changes."""
         states = self.member.states
         return [(states[i][0], storage) for i, storage in self.rewritten.residual_storages]
 
@@ -183,6 +184,9 @@ class _Emitter:
         """Divide the classes into those whose members share a kernel and the others."""
         classes = self.program.rewritten
         for rewritten in classes:
+            device = value_of(rewritten.model.nodes[0]).device
+            if rewritten.marked and unprintable(rewritten, device):
+                _unmark(rewritten)
             rewritten.apart = self._obstacle(rewritten)
         members = [m for r in classes if not r.apart for m in r.members]
         readers = readers_of(self.canonical.graph)
@@ -212,10 +216,10 @@ class _Emitter:
         like = _whole_like(state)
         return self._traced(lambda: positions(like, state.place))
 
-    def _unpacked(self, residual: Node, kind: tuple[Carried, Storage]) -> Node:
-        """Return a residual in the shape of its state."""
+    def _unpacked(self, residual: Node, kind: tuple[Carried, Storage | None]) -> Node:
+        """Return a residual in the shape of its state; bits of changes, which are not read."""
         state, storage = kind
-        if not storage.packed:
+        if storage is None or not storage.packed:
             return residual
         like = _whole_like(state)
         return self._traced(lambda bytes_: nibbles.unpacked(bytes_, like), residual)
@@ -354,19 +358,22 @@ class _Emitter:
         return node
 
     def _stamp(self, rewritten: Rewritten, member: Slice) -> _Stamp:
-        residuals: list[Node] = []
+        residuals, bits = list[Node](), list[Node]()
         others = self.others.of(member)
         for i in rewritten.storages:
             carried, at, _ = member.states[i]
-            name, storage = f"{member.inputs[at].name}_lo", rewritten.storages[i]
-            ours = add_residuals(self.program, self.graph, carried, name, storage)
-            residuals += ours
+            name, marked = f"{member.inputs[at].name}_lo", i in rewritten.marked
+            add = functools.partial(add_residuals, self.program, self.graph, marked=marked)
+            ours = add(carried, name, rewritten.storages[i])
             its = self.program.others.get(carried.index, [])
             for other, c in zip(others, its, strict=True):
-                its_name = f"{name}_other{c.index}_"
-                lows = add_residuals(self.program, self.graph, c, its_name, storage)
+                if marked and not c.val.is_contiguous():
+                    self.others.note(Unlike("the elements of a member do not lie in order"))
+                lows = add(c, f"{name}_other{c.index}_", rewritten.storages[i])
                 other.instead |= dict(zip(ours, lows, strict=True))
-        return _Stamp(rewritten, member, residuals, others)
+            residuals += ours[: len(ours) - marked]
+            bits += ours[len(ours) - marked :]
+        return _Stamp(rewritten, member, residuals + bits, others)
 
     def _interleave(self, rest: list[Node]) -> None:
         """Append other nodes and regions in turn, each when its inputs are there.
@@ -414,10 +421,28 @@ class _Emitter:
             pairs = zip(stamp.residuals, stamp.kinds, strict=True)
             for i, (lo, (_, storage)) in enumerate(pairs, len(stamp.member.outputs)):
                 new = stamp.made[i]
-                if storage.packed:
+                if storage is None:
+                    new = self._traced(lambda old, x: old | changed_bits.packed(x), lo, new)
+                elif storage.packed:
                     new = self._traced(nibbles.packed, new)
                 node = self.graph.call_function(aten.copy_.default, (lo, new))
                 node.meta["val"] = lo.meta["val"]
+
+
+def _unmark(rewritten: Rewritten) -> None:
+    """Leave it to others to see what changes: Inductor has no bits in a kernel for a class."""
+    count, first = len(rewritten.marked), len(rewritten.model.inputs) + rewritten.residual_count
+    rewritten.marked = ()
+    for module in (rewritten.expanded, rewritten.lowered):
+        graph = graph_of(module).graph
+        output = graph.output_node()
+        results: Any = output.args[0]
+        own = len(results) - count
+        output.args = (results[:own],)
+        graph.eliminate_dead_code()
+        for node in list(graph.find_nodes(op="placeholder"))[first - count : first]:
+            graph.erase_node(node)
+        graph_of(module).recompile()
 
 
 def _whole_like(state: Carried) -> Tensor:

@@ -52,7 +52,7 @@ from collage_fx.runtime.kernels.argument_table import (
 )
 from collage_fx.runtime.kernels.cpp_loop import compile_loop
 from collage_fx.runtime.kernels.triton_launch import Launch
-from collage_fx.runtime.storage import nibbles
+from collage_fx.runtime.storage import changed_bits, nibbles
 
 MEMBERS = 8
 """Members from which on a class on a GPU has one kernel, where the user leaves the choice."""
@@ -101,8 +101,8 @@ class MultiTensorKernel:
     """True if each member has one element: the 0-d work of a class."""
     position: int | None = None
     """The input that is the position of each element, of which a member gives that of its first."""
-    packed: tuple[int, ...] = ()
-    """The inputs of which memory holds two elements to a byte."""
+    packed: dict[int, int] = field(default_factory=dict)
+    """Input of which memory holds several elements to a byte -> the bits of one."""
     by_inductor: str = ""
     """Reason why the kernel for a CPU is Inductor's; empty if it is ours."""
     made_in: Any = field(default_factory=logs.compilation)
@@ -130,7 +130,7 @@ class MultiTensorKernel:
             return 0
         if i == self.position:  # it goes up by one, as an address does after 8 bits
             return 8
-        return nibbles.BITS if i in self.packed else 8 * self.dtypes[i].itemsize
+        return self.packed.get(i) or 8 * self.dtypes[i].itemsize
 
     @property
     def full(self) -> list[int]:
@@ -293,7 +293,11 @@ def register_multi_tensor(rewritten: Rewritten, vectors: Sequence[int] = ()) -> 
     scalar += [True] * by_chance + [False] * (by_chance + len(new))
     position = at if by_chance else None
     storages = enumerate(rewritten.residual_storages, lows)
-    packed = tuple(k for k, (_, storage) in storages if storage.packed)
+    packed = {
+        k: changed_bits.BITS if storage is None else nibbles.BITS
+        for k, (_, storage) in storages
+        if storage is None or storage.packed
+    }
     lowered = graph_of(rewritten.lowered)
     operands = (lowered, new, scalar, written, results, list(vectors))
     return _register(*operands, position=position, packed=packed)
@@ -319,13 +323,13 @@ def _register(
     *,
     single: bool = False,
     position: int | None = None,
-    packed: tuple[int, ...] = (),
+    packed: dict[int, int] | None = None,
 ) -> str:
     graph = with_memory(lowered.graph, (value_of(n).dtype for n in new))
     dtypes = [n.meta["dtype"] for n in graph.find_nodes(op="placeholder")]
     region = register_region(GraphModule(torch.nn.Module(), graph))
     operands = (region, dtypes, scalar, written, results, vectors)
-    kernel = MultiTensorKernel(*operands, single=single, position=position, packed=packed)
+    kernel = MultiTensorKernel(*operands, single=single, position=position, packed=packed or {})
     if kernel.key not in MULTI_TENSOR_KERNELS:
         MULTI_TENSOR_KERNELS[kernel.key] = kernel
         progress.expect("kernel")
@@ -360,13 +364,19 @@ def obstacle(rewritten: Rewritten, settings: Settings) -> str:
 
 def _uncounted(rewritten: Rewritten, device: torch.device) -> str:
     """Return the reason why Inductor's kernel has to do, which counts no elements of a class."""
-    if device.type != "cpu" or not rewritten.by_chance:
+    why = unprintable(rewritten, device) if rewritten.by_chance else ""
+    return f"positions are counted in kernels of our own only: {why}" if why else ""
+
+
+def unprintable(rewritten: Rewritten, device: torch.device) -> str:
+    """Return the reason why a class has no kernel of our own on a CPU; empty if it has."""
+    if device.type != "cpu":
         return ""
     graph = graph_of(rewritten.lowered).graph
     try:  # whether an input is 0-d or not makes no difference to what can be printed
         names_in_cpp(graph, [False for _ in graph.find_nodes(op="placeholder")])
     except Unprintable as why:
-        return f"positions are counted in kernels of our own only: {why}"
+        return str(why)
     return ""
 
 

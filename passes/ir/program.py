@@ -60,6 +60,8 @@ class Settings:
     states: tuple[str, ...] = ()
     multi_tensor: bool | Literal["auto"] = "auto"
     stochastic_rounding: bool = False
+    changed: bool = field(default=False, kw_only=True)
+    """True if kernels note which elements of parameters a step changes."""
     without: tuple[str, ...] = field(default=(), kw_only=True)
     """Passes that are left out, for debugging; see OPTIONAL."""
 
@@ -99,6 +101,9 @@ class Carried(Named):
     """True if it takes over the value of a state that is compensated."""
     place: Place | None = None
     """The place in the whole tensor, if it is a shard."""
+    marked: bool = False
+    """True if the graph takes bits too, beside the residuals, and notes in them which of its
+    elements change."""
     feeds_parameter: bool = False
     """True if it holds what a parameter is, which keeps too little of itself: see `feeding`."""
 
@@ -221,12 +226,15 @@ class Rewritten:
     recurrences: list[Recurrence]
     model: Slice
     """The slice of which the recurrences speak: the representative of the class."""
+    marked: tuple[int, ...] = ()
+    """Positions among these of the states of which it is noted which elements change."""
     by_chance: frozenset[str] = frozenset()
     """Storages that are rounded by chance, for which the step takes a seed and positions."""
     expanded: GraphModule | None = None
-    """Inputs: those of the slice, then the residuals of the compensated states in order, then the
-    seed and the positions of elements if it has them. Outputs: those of the slice, then the new
-    residuals in the same order."""
+    """Inputs: those of the slice, then the residuals of the compensated states in order, then a
+    truth for each marked state, which is not read, then the seed and the positions of elements if
+    it has them. Outputs: those of the slice, then the new residuals in the same order, then the
+    truth of each marked state: whether the element changes."""
     lowered: GraphModule | None = None
     """Lowered graph of the same signature; all 16-bit roundings are collage::round, else fp32."""
     joined: list[str] = field(default_factory=list)
@@ -249,13 +257,18 @@ class Rewritten:
         return STORAGES[self.storages[i]].residuals[dtype]
 
     @property
-    def residual_storages(self) -> list[tuple[int, Storage]]:
-        """For each residual of a member the state that it is of, and how it is laid out."""
-        return [(i, STORAGES[s]) for i, s in self.storages.items() for _ in self.residuals(i)]
+    def residual_storages(self) -> list[tuple[int, Storage | None]]:
+        """For each residual of a member the state that it is of, and how it is laid out.
+
+        Behind them come the marked states, with None: one bit of each element is in memory.
+        """
+        found: list[tuple[int, Storage | None]]
+        found = [(i, STORAGES[s]) for i, s in self.storages.items() for _ in self.residuals(i)]
+        return found + [(i, None) for i in self.marked]
 
     @property
     def residual_count(self) -> int:
-        """Number of residuals of a member."""
+        """Number of residuals of a member, with the bits of its marked states."""
         return len(self.residual_storages)
 
 

@@ -2,6 +2,7 @@
 
 import operator
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, 
 from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
-from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE
+from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE, collage
 
 aten = torch.ops.aten
 
@@ -78,6 +79,8 @@ class _Expander:
         self.part = rewritten.model
         self.graph = Graph()
         self.env: dict[Node, Any] = {}
+        self.highs: dict[int, Node] = {}
+        """Position of a marked state -> its high word before the step."""
         self.origin: Node | None = None
 
     def op(self, target: Any, *args: Any, dtype: torch.dtype, **kwargs: Any) -> Node:
@@ -106,10 +109,15 @@ class _Expander:
         for at, node in enumerate(self.part.inputs):
             self.env[node] = self._placeholder(names.get(at, f"in{at}"), value_of(node).dtype, node)
         olds = {self.part.old(i): self.rewritten.residuals(i) for i in self.rewritten.storages}
-        return {
+        lows = {
             old: [self._placeholder(f"{self.env[old].target}_lo", d, old) for d in dtypes]
             for old, dtypes in olds.items()
         }
+        for i in self.rewritten.marked:
+            old = self.part.old(i)
+            self.highs[i] = self.env[old]
+            self._placeholder(f"{self.env[old].target}_changed", torch.bool, old)
+        return lows
 
     def _placeholder(self, name: str, dtype: torch.dtype, origin: Node) -> Node:
         """Append an input of the shape of a node of the slice."""
@@ -119,16 +127,23 @@ class _Expander:
         note_origin(new, origin)
         return new
 
-    def finish(self, outputs: list[Node]) -> GraphModule:
-        """Append the output and return the graph as a module."""
+    def finish(self, outputs: list[Node], words: Callable[[Node], Sequence[Node]]) -> GraphModule:
+        """Append the output and return the graph as a module.
+
+        Args:
+            outputs: those of the slice.
+            words: returns the words of the new value of a compensated state.
+        """
+        new = {i: self.part.states[i][2] for i in self.rewritten.storages}
+        outputs = outputs + [lo for n in new.values() for lo in words(n)[1:]]
+        for i, high in self.highs.items():
+            self.origin = new[i]
+            both = high, words(new[i])[0]
+            outputs.append(self.op(collage.changed.default, *both, dtype=torch.bool))
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return GraphModule(torch.nn.Module(), self.graph)
-
-    def new_values(self) -> list[Node]:
-        """Return the new value of each compensated state, as a node of the slice."""
-        return [self.part.states[i][2] for i in self.rewritten.storages]
 
 
 def _short(carried: Carried) -> str:
@@ -159,7 +174,7 @@ class Eft(_Expander, Builder):
         for node in self.part.outputs:
             self.origin = node
             outputs.append(self.plain(node))
-        return self.finish(outputs + [lo for n in self.new_values() for lo in self.settled(n)[1:]])
+        return self.finish(outputs, self.settled)
 
     def components(self, target: Any, *args: Any, dtype: torch.dtype) -> Components:
         """Append an operation that returns an expansion of this dtype."""
@@ -304,7 +319,7 @@ class _Wide(_Expander):
             self.origin = n
             plain = None if n in whole else self.convert(self.env[n], value_of(n).dtype)
             outputs.append(plain or whole[n][0])
-        return self.finish(outputs + [lo for n in self.new_values() for lo in whole[n][1:]])
+        return self.finish(outputs, whole.__getitem__)
 
 
 def lerp(b: _Expander, start: Node, end: Node, weight: Any, dtype: torch.dtype) -> Node:

@@ -1,18 +1,29 @@
 """Residuals as inputs of a graph that is being built."""
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.ir.program import Carried, Program
+from collage_fx.runtime.storage import changed_bits
 from collage_fx.runtime.storage.registry import STORAGES
 
 
 def add_residuals(
-    program: Program, graph: Graph, carried: Carried, name: str, storage: str
+    program: Program,
+    graph: Graph,
+    carried: Carried,
+    name: str,
+    storage: str,
+    *,
+    marked: bool = False,
 ) -> list[Node]:
     """Append the residuals of a state to the inputs of a graph, and note them in the program.
+
+    Behind them come the bits of a marked state.
 
     Args:
         program: of which the graph is to be the result.
@@ -20,15 +31,20 @@ def add_residuals(
         carried: the state.
         name: how the inputs are called, with a number from the second on.
         storage: that of the residuals.
+        marked: whether the graph notes which elements of the state change.
     """
     lows, kind = [], STORAGES[storage]
-    dtypes = kind.in_memory(carried.val.dtype)
+    shape = carried.val.shape
+    (size,) = kind.shape_in_memory(shape) if kind.packed else (None,)
+    carried.marked = marked
+    made = [(f"{name}{k or ''}", d, size) for k, d in enumerate(kind.in_memory(carried.val.dtype))]
+    if marked:
+        made.append((f"{name}_changed", torch.uint8, changed_bits.size_of(math.prod(shape))))
     first = len(graph.find_nodes(op="placeholder"))
-    program.residual_places[carried.index] = [first + k for k in range(len(dtypes))]
-    for k, dtype in enumerate(dtypes):
-        lows.append(graph.placeholder(f"{name}{k or ''}"))
-        (size,) = kind.shape_in_memory(carried.val.shape) if kind.packed else (None,)
-        lows[-1].meta["val"] = like(carried.val, dtype, size)
+    program.residual_places[carried.index] = [first + k for k in range(len(made))]
+    for one, dtype, length in made:
+        lows.append(graph.placeholder(one))
+        lows[-1].meta["val"] = like(carried.val, dtype, length)
         program.static_residuals.append(carried.static)
     program.residual_inputs.append(carried)
     return lows

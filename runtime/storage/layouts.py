@@ -271,6 +271,19 @@ def _rounded_bits(bits: Tensor, below: int, random: Tensor | None) -> Tensor:
     return (bits + (to_even if random is None else random & (unit - 1))) & -unit
 
 
+def changed(old: Tensor, new: Tensor) -> Tensor:
+    """Return a bool for each element: whether bits of a high word have changed, or it is a NaN.
+
+    Of a NaN the bits may be others in memory than where it was computed.
+
+    Args:
+        old: of low precision, or fp32.
+        new: of its shape and dtype.
+    """
+    before, now = old.to(torch.float32), new.to(torch.float32)
+    return (_bits(before) != _bits(now)) | (now != now)
+
+
 _SIGN = -(1 << 31)
 _NORMAL = 2.0**-14
 """The smallest normal number of fp16."""

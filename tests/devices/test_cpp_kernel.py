@@ -11,14 +11,13 @@ import pytest
 import torch
 from graphs import FIRST, differing, random_inputs
 from interpreter import region
+from kernel_memory import columns_of, cut
 from kernels import (
     CASES,
     LIBRARY,
     NO_REFERENCE,
     Case,
     Trust,
-    columns_of,
-    cut,
     kernel_of,
     parametrized,
     rewritten,

@@ -13,7 +13,8 @@ import pytest
 import torch
 from graphs import differing
 from interpreted import members_of, reference, renewed
-from kernels import CASES, columns_of, kernel_of, rewritten
+from kernel_memory import columns_of
+from kernels import CASES, kernel_of, rewritten
 from torch import Tensor, optim
 from torch.optim import Optimizer
 

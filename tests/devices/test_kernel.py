@@ -40,6 +40,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
 from collage_fx.runtime.kernels import triton_launch
 from collage_fx.runtime.kernels.argument_table import addresses
 from collage_fx.runtime.kernels.triton_launch import CHUNKS, MANY, Launch, _chunks, chunk_of
+from collage_fx.runtime.storage import nibbles
 
 MIXED = ((64, 64), (64,), (128, 65), (31, 2), (256,))
 
@@ -51,8 +52,9 @@ def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case:
     built = assembled(kernel.triton(), SM90)
     counts = instructions(built["ptx"])
     # Whole chunks and tails, and nothing else but the table, 0-d inputs, and words of 4 bytes for 8
-    # elements of four bits, in each of the two loops.
-    packed = len(kernel.packed)
+    # elements of four bits, or bytes of one bit each, in each of the two loops.
+    packed = sum(bits == nibbles.BITS for bits in kernel.packed.values())
+    bits = 4 * (len(kernel.packed) - packed)
     whole = PER_THREAD * (case.traffic - packed)
     assert moved(counts) == whole
     assert stack_bytes(built["cubin"]) == 0
@@ -61,8 +63,8 @@ def test_on_an_nvidia_gpu_each_tensor_is_read_and_written_once_by_16_bytes(case:
     pairs = zip(kernel.dtypes, kernel.scalar, strict=True)
     if any(dtype.itemsize == 4 for dtype, scalar in pairs if not scalar):
         return  # elements one by one look like 0-d inputs
-    assert moved_in_tails(counts) == whole
-    assert moved_in_tails(apart) == 2 * whole
+    assert moved_in_tails(counts) == whole + bits
+    assert moved_in_tails(apart) == 2 * whole + bits
     others = r"(ld\.global\.b(32|64)|st\.global\.(b32|b64|v2\.b64))"
     assert matching(counts, others) <= 4 + len(kernel.dtypes) + sum(kernel.scalar) + 4 * packed
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 import triton.language as tl
 from graphs import differing
+from kernel_memory import columns_of, cut
 from kernels import (
     CASES,
     Case,
     captured,
-    columns_of,
-    cut,
     kernel_of,
     misaligned,
     repaired_interpreter,
@@ -114,7 +113,9 @@ def members_of(of_class: Rewritten, scale: float = 1.0, device: str = "cpu") -> 
         for node in graph_of(of_class.expanded).graph.find_nodes(op="placeholder"):
             shape = () if node.meta["scalar"] else (size,)
             x = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+            some = x > 1.4  # bits of changes, of which some are set
             x = _residual(node, x) if "_lo" in node.name else (x * scale).to(dtype(node))
+            x = some if x.dtype is torch.bool else x
             x = positions(x) if node.name == "position" else x
             inputs.append(x.to(device))
         cut(kernel_of(of_class), inputs)
@@ -129,7 +130,8 @@ def reference(of_class: Rewritten, inputs: list[Tensor]) -> None:
     with RoundedOnce():
         results = graph_of(of_class.expanded)(*inputs)
     for i, k in zip(kernel.written, kernel.results, strict=True):
-        inputs[i].copy_(results[k])
+        old, new = inputs[i], results[k]
+        old.copy_(old | new if new.dtype is torch.bool else new)
 
 
 def steps(of_class: Rewritten, source: str, count: int) -> list[int]:

@@ -43,7 +43,7 @@ from collage_fx.passes.codegen.printers import measured_kernel
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime.kernels.argument_table import Column, Runner, addresses
 from collage_fx.runtime.ops import collage
-from collage_fx.runtime.storage import nibbles
+from collage_fx.runtime.storage import changed_bits, nibbles
 from collage_fx.runtime.storage.positions import Place, positions
 
 aten = torch.ops.aten
@@ -231,10 +231,12 @@ def region(inputs: list[Tensor], key: str) -> list[Tensor]:
 def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
     """Return what updates one member of a class: see `CallPerMember`."""
 
+    packed = kernel.packed
+
     def run(args: list[Any]) -> None:
         inputs = args[1:]
         words = [
-            nibbles.unpacked(x, inputs[kernel.full[0]]) if i in kernel.packed else x
+            nibbles.unpacked(x, inputs[kernel.full[0]]) if packed.get(i) == nibbles.BITS else x
             for i, x in enumerate(inputs)
         ]
         with (
@@ -244,7 +246,12 @@ def _member(kernel: MultiTensorKernel) -> Callable[[list[Any]], None]:
         ):
             results = region(words, kernel.region)
             for i, k in zip(kernel.stored, kernel.results, strict=True):
-                inputs[i].copy_(nibbles.packed(results[k]) if i in kernel.packed else results[k])
+                new = results[k]
+                if packed.get(i) == nibbles.BITS:
+                    new = nibbles.packed(new)
+                elif i in packed:
+                    new = inputs[i] | changed_bits.packed(new)
+                inputs[i].copy_(new)
 
     return run
 

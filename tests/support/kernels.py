@@ -10,7 +10,6 @@ import re
 import subprocess
 import tempfile
 import types
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,9 +37,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import (
     register_multi_tensor,
 )
 from collage_fx.passes.ir.program import Arithmetic, Level, Rewritten, Settings, graph_of
-from collage_fx.runtime.kernels.argument_table import Column
 from collage_fx.runtime.kernels.triton_launch import BLOCK, CHUNKS, WARPS
-from collage_fx.runtime.storage import nibbles
 
 SM90 = GPUTarget("cuda", 90, 32)
 GFX942 = GPUTarget("hip", "gfx942", 64)
@@ -80,11 +77,18 @@ class Case(NamedTuple):
     storage: str = "mcf2"
     dtype: torch.dtype = torch.bfloat16
     by_chance: bool = False
+    changed: bool = False
 
     @property
     def settings(self) -> Settings:
         arithmetic: Arithmetic = "wide" if self.by_chance else "eft"
-        return Settings(self.level, arithmetic, self.storage, stochastic_rounding=self.by_chance)
+        return Settings(
+            self.level,
+            arithmetic,
+            self.storage,
+            stochastic_rounding=self.by_chance,
+            changed=self.changed,
+        )
 
 
 CASES = {
@@ -92,6 +96,7 @@ CASES = {
     "adamw-plus": Case(optim.AdamW, {}, "plus", 22),
     "adamw-tensor-rate": Case(optim.AdamW, {"lr": torch.tensor(1e-3)}, "plus", 22),
     "adamw-remainder16": Case(optim.AdamW, {}, "plus", 22, "remainder16"),
+    "adamw-changed": Case(optim.AdamW, {}, "plus", 22, "remainder16", changed=True),
     "adamw-mcf3": Case(optim.AdamW, {}, "plus", 30, "mcf3"),
     "adamw-ulp8": Case(optim.AdamW, {}, "plus", 18, "ulp8"),
     "adamw-ulp4": Case(optim.AdamW, {}, "plus", 16, "ulp4"),
@@ -133,33 +138,6 @@ def rewritten(case: Case) -> Rewritten:
 def kernel_of(rewritten: Rewritten) -> MultiTensorKernel:
     """Return the kernel over a class."""
     return MULTI_TENSOR_KERNELS[register_multi_tensor(rewritten)]
-
-
-@contextlib.contextmanager
-def columns_of(
-    kernel: MultiTensorKernel, members: Sequence[Sequence[Tensor]]
-) -> Iterator[list[Column]]:
-    """Yield the inputs of all members as a kernel takes them: positions by the first of each.
-
-    What it writes to packed ones is unpacked into the members.
-    """
-    columns: list[Column] = [list(column) for column in zip(*members, strict=True)]
-    if kernel.position is not None:
-        firsts = (int(inputs[kernel.position][0]) for inputs in members)
-        columns[kernel.position] = array("q", firsts)
-    for i in kernel.packed:
-        columns[i] = [nibbles.packed(inputs[i]) for inputs in members]
-    yield columns
-    for i in kernel.packed:
-        for inputs, bytes_ in zip(members, columns[i], strict=True):
-            assert isinstance(bytes_, Tensor)
-            inputs[i].copy_(nibbles.unpacked(bytes_, inputs[i]))
-
-
-def cut(kernel: MultiTensorKernel, inputs: Sequence[Tensor]) -> None:
-    """Leave of packed inputs what memory holds of them."""
-    for i in kernel.packed:
-        inputs[i].copy_(nibbles.unpacked(nibbles.packed(inputs[i]), inputs[i]))
 
 
 def assembled(

@@ -6,7 +6,7 @@ rounds element by element, through memory.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from collage_fx.passes.codegen.printers.exact_roundings import OVERFLOW, exact_r
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.runtime.kernels.cpp_helpers import HELPERS
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.storage import changed_bits, nibbles
 
 aten = torch.ops.aten
 
@@ -32,6 +33,35 @@ _TYPES = {
 }
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FLOATS = (torch.float32, torch.float64)
+_NIBBLES = """
+// Two elements are in a byte, each of them the upper half of an int8 with zeros.
+static void unpack(const uint8_t* from, int64_t size, int8_t* to) {
+  for (int64_t i = 0; i < (size + 1) / 2; ++i) {
+    to[2 * i] = int8_t(from[i] << 4);
+    to[2 * i + 1] = int8_t(from[i] & 0xf0);
+  }
+}
+static void pack(const int8_t* from, int64_t size, uint8_t* to) {
+  for (int64_t i = 0; i < size / 2; ++i)
+    to[i] = uint8_t((from[2 * i] >> 4 & 0xf) | (from[2 * i + 1] & 0xf0));
+  if (size % 2) to[size / 2] = uint8_t(from[size - 1] >> 4 & 0xf);
+}
+"""
+_MARK = """
+// Sets a bit for each truth, eight to a byte; the product brings eight bytes' bits together.
+static void mark(const bool* from, int64_t size, uint8_t* to) {
+  for (int64_t i = 0; i < size / 8; ++i) {
+    uint64_t eight;
+    std::memcpy(&eight, from + 8 * i, 8);
+    to[i] |= uint8_t(eight * 0x0102040810204080u >> 56);
+  }
+  for (int64_t i = size / 8 * 8; i < size; ++i) to[i / 8] |= uint8_t(from[i] << i % 8);
+}
+"""
+_HELPERS = {nibbles.BITS: _NIBBLES, changed_bits.BITS: _MARK}
+NONE_PACKED: Mapping[int, int] = {}
+PACKERS = {nibbles.BITS: "pack", changed_bits.BITS: "mark"}
+"""Bits of an element in memory -> the function of C++ that puts them there, and Triton's."""
 
 _KERNEL = """
 extern "C" void kernel({pointers}int64_t count) {{
@@ -46,19 +76,7 @@ extern "C" void kernel({pointers}int64_t count) {{
 """
 _PACKED = """
 constexpr int64_t BLOCK = 1024;
-// Two elements are in a byte, each of them the upper half of an int8 with zeros.
-static void unpack(const uint8_t* from, int64_t size, int8_t* to) {{
-  for (int64_t i = 0; i < (size + 1) / 2; ++i) {{
-    to[2 * i] = int8_t(from[i] << 4);
-    to[2 * i + 1] = int8_t(from[i] & 0xf0);
-  }}
-}}
-static void pack(const int8_t* from, int64_t size, uint8_t* to) {{
-  for (int64_t i = 0; i < size / 2; ++i)
-    to[i] = uint8_t((from[2 * i] >> 4 & 0xf) | (from[2 * i + 1] & 0xf0));
-  if (size % 2) to[size / 2] = uint8_t(from[size - 1] >> 4 & 0xf);
-}}
-
+{helpers}
 extern "C" void kernel({pointers}int64_t count) {{
   {casts}
   for (int64_t begin = 0; begin < count; begin += BLOCK) {{
@@ -74,7 +92,7 @@ extern "C" void kernel({pointers}int64_t count) {{
   }}
 }}
 """
-"""The same with packed inputs, of which a block at a time is unpacked, and packed again."""
+"""The same with packed inputs: a block at a time is unpacked, and packed again, or marked."""
 
 
 class Unprintable(Exception):
@@ -87,7 +105,7 @@ def print_cpp_kernel(
     stored: Sequence[int],
     results: Sequence[int],
     position: int | None = None,
-    packed: Collection[int] = (),
+    packed: Mapping[int, int] = NONE_PACKED,
     *,
     single: bool = False,
     libm: bool = False,
@@ -104,7 +122,8 @@ def print_cpp_kernel(
         results: for each of them the position of its new value among the results.
         position: the input that is the number of each element, if there is one: in the place of its
             address the function takes the number of the first.
-        packed: the inputs of int8 whose upper four bits are in memory, two elements to a byte; the
+        packed: the inputs of which memory has a part of a byte for each element, with its bits: of
+            int8 the upper four; of a bool one, which is not read, and stays set once it is. The
             first element is then the first of its byte.
         single: whether members have one element each, so that no vectors of them are needed.
         libm: whether functions of the C library may stand for PyTorch's, which may differ from them
@@ -133,8 +152,9 @@ def print_cpp_kernel(
     for i in (i for i in read if scalar[i]):
         number = f"plain_nan(*p{i})" if inputs[i].meta["dtype"] in _FLOATS else f"*p{i}"
         casts.append(f"const {_type(inputs[i])} x{i} = {number};")
-    blocks = [f"int8_t b{i}[BLOCK];" for i in order if i in packed]
-    blocks += [f"unpack(p{i} + begin / 2, size, b{i});" for i in full if i in packed]
+    blocks = [f"{_type(inputs[i])} b{i}[BLOCK];" for i in order if i in packed]
+    blocks += [f"unpack({_byte(i, packed)}, size, b{i});" for i in full if i in packed]
+    ends = [i for i in stored if i in packed]
     kernel = (_PACKED if blocks else _KERNEL).format(
         pointers="".join(f"void* a{i}, " for i in order),
         casts="\n  ".join(casts),
@@ -143,15 +163,25 @@ def print_cpp_kernel(
         stores="\n    ".join(
             f"{_element(i, packed)} = {v};" for i, v in zip(stored, values, strict=True)
         ),
+        helpers="".join(_HELPERS[bits].lstrip("\n") for bits in sorted({*packed.values()})),
         unpacked="\n    ".join(blocks),
-        packed="\n    ".join(f"pack(b{i}, size, p{i} + begin / 2);" for i in stored if i in packed),
+        packed="\n    ".join(
+            f"{PACKERS[packed[i]]}(b{i}, size, {_byte(i, packed)});" for i in ends
+        ),
     )
-    return ("#include <cmath>\n" if "std::" in kernel else "") + HELPERS + kernel, order
+    heads = {"std::": "cmath", "std::memcpy": "cstring"}
+    includes = [f"#include <{head}>\n" for text, head in heads.items() if text in kernel]
+    return "".join(includes) + HELPERS + kernel, order
 
 
-def _element(i: int, packed: Collection[int]) -> str:
+def _element(i: int, packed: Container[int]) -> str:
     """Return the text of an element of an input that is no number."""
     return f"b{i}[i - begin]" if i in packed else f"p{i}[i]"
+
+
+def _byte(i: int, packed: Mapping[int, int]) -> str:
+    """Return the text of the address of a block's first byte of a packed input."""
+    return f"p{i} + begin / {8 // packed[i]}"
 
 
 def names_in_cpp(graph: Graph, scalar: Sequence[bool], *, single: bool = False) -> dict[Node, str]:

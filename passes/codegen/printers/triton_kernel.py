@@ -5,7 +5,7 @@ overrides write that down. Division and conversions are printed here: `a / b` in
 up to 2 ulp, and every rounding has to stay.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,6 +13,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from collage_fx.passes.codegen.inductor_lowering import lower_region
+from collage_fx.passes.codegen.printers.cpp_kernel import NONE_PACKED, PACKERS
+from collage_fx.runtime.storage import changed_bits, nibbles
 from collage_fx.runtime.torch_private import (
     DefaultHandler,
     GraphLowering,
@@ -91,6 +93,19 @@ def multi_tensor(
 """
 
 
+_MARK = """\
+@triton.jit
+def mark(pointer, at, left, y, BLOCK: tl.constexpr):
+    # Sets a bit for each truth, eight to a byte.
+    i = at + tl.arange(0, BLOCK)
+    bits = tl.reshape((y & (i < left)).to(tl.int32), (BLOCK // 8, 8))
+    eight = tl.sum(bits << tl.arange(0, 8)[None, :], 1).to(tl.uint8)
+    i = at // 8 + tl.arange(0, BLOCK // 8)
+    inside = i * 8 < left
+    tl.store(pointer + i, tl.load(pointer + i, mask=inside, other=0) | eight, mask=inside)
+
+
+"""
 _NIBBLES = """\
 @triton.jit
 def unpack(pointer, at, left, BLOCK: tl.constexpr):
@@ -113,6 +128,9 @@ def pack(pointer, at, left, y, BLOCK: tl.constexpr):
 """
 
 
+_HELPERS = {nibbles.BITS: _NIBBLES, changed_bits.BITS: _MARK}
+
+
 def print_triton_kernel(
     region: str,
     dtypes: Sequence[torch.dtype],
@@ -120,7 +138,7 @@ def print_triton_kernel(
     written: Sequence[int],
     results: Sequence[int],
     position: int | None = None,
-    packed: Collection[int] = (),
+    packed: Mapping[int, int] = NONE_PACKED,
 ) -> str:
     """Return the source of a Triton kernel `multi_tensor`: a lowered slice over many members.
 
@@ -138,7 +156,8 @@ def print_triton_kernel(
         results: for each of them the position of its new value among the results.
         position: the input that is the number of each element, if there is one: in the table there
             is that of a member's first.
-        packed: the inputs of int8 whose upper four bits are in memory, two elements to a byte.
+        packed: the inputs of which memory has a part of a byte for each element, with its bits, as
+            in `print_cpp_kernel`.
     """
     lines, values, used = _body(region, dtypes, scalar)
     values = [values[k] for k in results]
@@ -151,7 +170,7 @@ def print_triton_kernel(
 
     def address(i: int) -> str:
         if i in packed:
-            return f"{_address(i, torch.uint8)} + start // 2"
+            return f"{_address(i, torch.uint8)} + start // {8 // packed[i]}"
         return f"{_address(i, dtypes[i])} + start"
 
     def loads(mask: str) -> list[str]:
@@ -161,7 +180,8 @@ def print_triton_kernel(
 
     def stores(mask: str) -> list[str]:
         found = {i: f"tl.store(p{i} + i, y{i}{mask})" for i in written}
-        found |= {i: f"pack(p{i}, at, left, y{i}, BLOCK)" for i in written if i in packed}
+        for i in (i for i in written if i in packed):
+            found[i] = f"{PACKERS[packed[i]]}(p{i}, at, left, y{i}, BLOCK)"
         return list(found.values())
 
     return _KERNEL.format(
@@ -170,7 +190,7 @@ def print_triton_kernel(
         body=_lines(lines, 1),
         results=", ".join(values) + ",",
         scalars=_lines([*numbers, *firsts], 1),
-        helpers=_NIBBLES if packed else "",
+        helpers="".join(_HELPERS[bits] for bits in sorted({*packed.values()})),
         pointers=_lines((f"p{i} = {address(i)}" for i in pointers), 1),
         aligned=_lines((f"p{i} = tl.multiple_of(p{i}, 16)" for i in pointers), 2),
         loads=_lines(loads(""), 3),
