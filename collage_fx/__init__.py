@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         trainer_callback,
         whole_weights_callback,
     )
+    from collage_fx.changes.taken import take_changes
     from collage_fx.config import CollageConfig
     from collage_fx.diagnosis.doctor import Doctor, doctor
     from collage_fx.diagnosis.finding import Finding
@@ -63,6 +64,7 @@ __all__ = [
     "record_gradients",
     "report",
     "residuals",
+    "take_changes",
     "trainer_callback",
     "value",
     "whole_weights_callback",
@@ -72,6 +74,7 @@ _HOMES = {
     "diagnosis.doctor": ("Doctor", "doctor"),
     "diagnosis.finding": ("Finding",),
     "api": ("compile", "compile_", "report"),
+    "changes.taken": ("take_changes",),
     "callbacks": (
         "compile_callback",
         "lightning_callback",

@@ -109,7 +109,7 @@ def compile_own(
         if config.clip_grad_norm is not None:  # a process may hold a part of the parameters
             options = {**options, "clip_over": [optimizer, *config.clip_over]}
         steps = [compile(one, mode=mode, **options) for one in held]
-        return compile_wrapper(optimizer, held, steps)
+        return compile_wrapper(optimizer, held, steps, changed=config.changed)
     config = _begin(optimizer, config, options)
     plain_steps.watch(family(optimizer))
     session = Backend(config, inductor, optimizer=weakref.ref(optimizer))

@@ -31,6 +31,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "record": (True, False, "auto"),
     "error_if_nonfinite": (True, False),
     "zero_grads": (True, False),
+    "changed": (True, False),
 }
 
 
@@ -210,6 +211,11 @@ class CollageConfig(Settings):
     of `optimizer.zero_grad()`. They are not None then: a parameter that gets no gradient in the
     next backward pass is updated with zeros, so that weight decay and momentum move it. With
     `collage_fx.compile` of an optimizer only."""
+
+    changed: bool = field(default=False, kw_only=True)
+    """True to note which elements of parameters steps change, for `collage_fx.take_changes(model)`:
+    kernels set a bit for each, an eighth of a byte in memory. With `collage_fx.compile` of an
+    optimizer only."""
 
     def __post_init__(self) -> None:
         self._check_clipping()

@@ -5,7 +5,7 @@ graph, and the tensors that are attributes of it, are all that a call depends on
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Observed
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
-from collage_fx.runtime.residuals.residual import Residual, keep_versions
+from collage_fx.runtime.residuals.residual import Residual, keep_versions, memory_of
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -98,7 +98,7 @@ class _Kernels:
 class _Known(Gathered):
     """The residuals of an earlier call; the versions of all their tensors are noted at once."""
 
-    note: Callable[[], None]
+    note: Callable[[], None] = field(kw_only=True)
 
     def keep(self) -> None:
         self.note()
@@ -116,7 +116,9 @@ class Calls:
             contents: what has to be as it was.
         """
         self.code, self.snapshot = code, TensorSnapshot(contents)
-        self.known = [_Known(one.current, [], settling(self.snapshot, one)) for one in known]
+        self.known = [
+            _Known(one.current, [], one.bits, note=settling(self.snapshot, one)) for one in known
+        ]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Call the graph; return its results."""
@@ -144,7 +146,7 @@ def _contents(
         raise Unrepeatable("there are tensors of classes with code of their own, or no versions")
     contents = Contents(
         guarded=guarded,
-        others=[c for r in residuals for c in r.components],
+        others=memory_of(residuals),
         written=written,
         given=present,
         arguments=[place.get(id(t), -1) for t in guarded],

@@ -164,6 +164,8 @@ def current_residuals(known: Iterable[Gathered]) -> dict[int, tuple[Tensor, Resi
     looked_at = [r.expected is not None or r.renewed is not False for _, r in current.values()]
     if any(looked_at) or any([one.replaced for one in known]):
         raise Unrepeatable("residuals are dropped, or have to be looked at")
+    if any([one.leaves_unnoted for one in known]):
+        raise Unrepeatable("it does not note changes that others do")
     return current
 
 

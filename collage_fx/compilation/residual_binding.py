@@ -1,7 +1,7 @@
 """The residuals of a compiled graph's states, found anew at each call."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -29,6 +29,24 @@ class Gathered:
     """States with residuals that the graph reads and writes, each with its residual."""
     replaced: list[tuple[Tensor, Residual]]
     """States with residuals that the graph overwrites without compensation."""
+    bits: Sequence[Tensor | None] = ()
+    """Bits of the changes of each current state, None if the graph sets none; empty if it sets
+    none at all."""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The inputs of the graph that they are: residuals, each with its bits behind it."""
+        if not self.bits:
+            return [c for _, r in self.current for c in r.components]
+        pairs = zip(self.current, self.bits, strict=True)
+        return [x for (_, r), b in pairs for x in (*r.components, b) if x is not None]
+
+    @property
+    def leaves_unnoted(self) -> bool:
+        """True if the graph sets no bits for changes of a state that another graph sets."""
+        set_ = self.bits or [None] * len(self.current)
+        pairs = zip(self.current, set_, strict=True)
+        return any([r.changes is not None and bits is None for (_, r), bits in pairs])
 
     def settle(self) -> None:
         """Record, after the step, that the residuals belong to what was written."""
@@ -40,6 +58,9 @@ class Gathered:
 
     def keep(self) -> None:
         """Record that nothing was written, whatever versions AOTAutograd has counted up."""
+        for (tensor, residual), bits in zip(self.current, self.bits, strict=bool(self.bits)):
+            if bits is not None and residual.changes is not None:
+                residual.changes.noted(tensor)
         settle_at_end(self.current)
 
 
@@ -105,7 +126,9 @@ class Residuals:
             clear_stale(current, self.named)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
         replaced = zip(written, STORE.of(written), strict=True)
-        return Gathered(current, [(t, r) for t, r in replaced if r is not None])
+        changed = self.session.config.changed
+        bits = STORE.bits_for(current, self.carried) if changed else ()
+        return Gathered(current, [(t, r) for t, r in replaced if r is not None], bits)
 
     @functools.cached_property
     def named(self) -> Callable[[str], str]:

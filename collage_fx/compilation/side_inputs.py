@@ -230,7 +230,7 @@ class SideInputs:
         def run(args: list[Any]) -> Any:
             call = self.calls.running[-1]
             residuals = [residual for _, residual in call.residuals.current]
-            full = [*args, *call.members, *(c for r in residuals for c in r.components)]
+            full = [*args, *call.members, *call.residuals.inputs]
             if _OBSERVING.looks:
                 observed = Observed(call.args, call.residuals, full.copy())
                 for look in _OBSERVING.looks:

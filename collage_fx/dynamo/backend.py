@@ -238,6 +238,7 @@ def refuse_for_string(config: CollageConfig) -> None:
         "verify=n": config.verify,
         "clip_grad_norm": config.clip_grad_norm is not None,
         "zero_grads": config.zero_grads,
+        "changed": config.changed,
     }
     for name in (name for name, is_asked in asked.items() if is_asked):
         raise OptionError(f"{name} is for collage_fx.compile, which sees whole steps")

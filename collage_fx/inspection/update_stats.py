@@ -74,7 +74,7 @@ class GraphUpdates(Look):
         if exact is None:
             return
         residuals = [(r.storage, r.components) for _, r in observed.residuals.current]
-        count = len(observed.inputs) - sum(len(components) for _, components in residuals)
+        count = len(observed.inputs) - len(observed.residuals.inputs)
         inputs = observed.inputs[:count]
         try:
             if self.measure:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.passes.ir.program import Owner
 from collage_fx.runtime.errors import Warn
+from collage_fx.runtime.residuals.changes import changes_of
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.memory import has_memory, is_expanded, overlapping
 from collage_fx.runtime.residuals.residual import Residual
@@ -114,13 +115,15 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def bytes_by_kind(optimizer: Optimizer) -> dict[str, int]:
-    """Return the bytes of parameters, of gradients, and of each kind of state."""
+    """Return the bytes of parameters, of gradients, of each kind of state, and of changes."""
     found: dict[str, int] = {}
     for owned in owned_tensors(optimizer):
         kind = "parameters" if owned.key == PARAM else owned.key
         found[kind] = found.get(kind, 0) + owned.tensor.nbytes
     gradients = [shard_of(p.grad) for p in params_of(optimizer) if p.grad is not None]
     found["gradients"] = sum(map(_bytes_of, gradients))
+    if noted := [c for p in params_of(optimizer) if (c := changes_of(shard_of(p))) is not None]:
+        found["changes"] = sum(c.bits.nbytes for c in noted if c.bits is not None)
     return found
 
 

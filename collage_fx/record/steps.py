@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_fx.binding.bound_graph import BoundGraph
+from collage_fx.changes.noted import NotedChanges
 from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code, is_looked_at
 from collage_fx.hooks import nested_compile
@@ -105,6 +106,8 @@ class Steps:
             self._lost,
             naming(session.optimizer),
         )
+        self.changes: NotedChanges | None = None
+        """Notes of the changes of the optimizer's parameters, where they are asked for."""
         self.forget_breaks()
         self.executors = Executors(session, self.words, self.failures.note, self._unseen)
         self.switches = type(discovery) is not FunctionStates
@@ -173,21 +176,27 @@ class Steps:
             traced: whether Dynamo traces it.
             once: whether it does not for this once only.
         """
-        self._begin()
-        self.discovery.place_numbers(traced=traced, once=once)
-        self.active, self.waited = True, once
-        failed = True
-        try:
-            with self.recorder.recording(beside_dynamo=traced):
-                yield self.recorder
-            failed = False
-        except RuntimeError as error:
-            if _SWAPPED in str(error):
-                raise UnsupportedError(f"{self.subject} {_NO_SWAP}") from error
-            raise
-        finally:
-            self.active = False
-            self._end(failed=failed)
+        with self._noted(traced=traced):
+            self._begin()
+            self.discovery.place_numbers(traced=traced, once=once)
+            self.active, self.waited = True, once
+            failed = True
+            try:
+                with self.recorder.recording(beside_dynamo=traced):
+                    yield self.recorder
+                failed = False
+            except RuntimeError as error:
+                if _SWAPPED in str(error):
+                    raise UnsupportedError(f"{self.subject} {_NO_SWAP}") from error
+                raise
+            finally:
+                self.active = False
+                self._end(failed=failed)
+
+    def _noted(self, *, traced: bool) -> contextlib.AbstractContextManager[None]:
+        """Note what is changed of parameters, where that is asked for."""
+        changes = self.changes
+        return contextlib.nullcontext() if changes is None else changes.in_full(traced=traced)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -198,7 +207,7 @@ class Steps:
         self.other_memory.begin()
         self.recorder.asleep = self.in_method = self.active = True
         try:
-            with self.recorder.recording(beside_dynamo=False):
+            with self._noted(traced=False), self.recorder.recording(beside_dynamo=False):
                 yield
         finally:
             if not self.recorder.asleep:

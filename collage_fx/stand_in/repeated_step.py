@@ -34,7 +34,7 @@ from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels import left_out
 from collage_fx.runtime.kernels.tensor_snapshot import ANYTHING, NUMBER, Contents
 from collage_fx.runtime.residuals.dtensor import shards_of
-from collage_fx.runtime.residuals.residual import Residual, keep_versions
+from collage_fx.runtime.residuals.residual import Residual, keep_versions, memory_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import constants
@@ -285,7 +285,7 @@ def contents_of(
         attributes=list(chain.from_iterable(attributes.items())),
         containers=containers,
         guarded=guarded,
-        others=[c for _, r in current for c in r.components],
+        others=memory_of([r for _, r in current]),
         written=[t for t, _ in current],
         params=params,
         without=[p for p in every if p.grad is None],

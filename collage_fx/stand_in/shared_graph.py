@@ -106,7 +106,7 @@ class SharedGraph:
             self.place |= {id(t): Place(i, at) for at, t in enumerate(tensors)}
         of_all = session.shared_numbers()
         self.place |= {id(t): Place(_SHARED, at) for at, t in enumerate(of_all)}
-        low = sum(len(r.components) for _, r in observed.residuals.current)
+        low = len(observed.residuals.inputs)
         high = observed.inputs[: len(observed.inputs) - low]
         if self.signature is None or any(id(t) not in self.place for t in high):
             raise NotShared("it depends on other things than parameters, gradients and states")
@@ -206,14 +206,15 @@ class SharedGraph:
         clear_stale(current, naming(session.optimizer))
         for _, residual in current:  # who was lent one was to write it before this step
             residual.lent = ()
-        gathered = Gathered(current, [])
+        changed = session.config.changed
+        bits = STORE.bits_for(current, [c for _, c in self.carried]) if changed else ()
+        gathered = Gathered(current, [], bits)
         current_residuals([gathered])
         floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]
         of_all = session.shared_numbers()
         full = [*rows, of_all]  # the last, as `_SHARED` says
         high = [floats[x] if isinstance(x, int) else full[x.param][x.at] for x in self.inputs]
-        low = [c for _, r in current for c in r.components]
-        observed = Observed(tuple(floats), gathered, [*high, *low])
+        observed = Observed(tuple(floats), gathered, [*high, *gathered.inputs])
         params = [member.whole for member, _ in used]
         contents = contents_of(optimizer, params, current, self.numbers, of_all)
         seeds = Seeds(session.config.seed, self.seeded) if self.seeded else None

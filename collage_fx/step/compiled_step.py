@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.compiler import disable
 from torch.optim import Optimizer
 
+from collage_fx.changes.noted import NotedChanges
+from collage_fx.changes.sharded import ShardedWrites
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.gradients.clipping import Clipping
@@ -108,6 +110,7 @@ class CompiledStep:
         self.plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
         self.session = session
         self.optimizer = reference = weakref.ref(optimizer)
+        self.sharded = ShardedWrites.of(optimizer)
         states = OptimizerStates(lambda: _alive(reference))
         self.steps = Steps(session, states, f"the step of {type(optimizer).__name__}")
         session.notes.update(config.of_gradients())
@@ -117,6 +120,9 @@ class CompiledStep:
             clipping.multiplied.flush = self.steps.recorder.flush_outside
             clipping.multiplied.renew = functools.partial(_renew, clipping, reference)
             session.factor = lambda: clipping.factor
+        if config.changed:
+            self.steps.changes = NotedChanges(optimizer, self.sharded)
+        self.noted = self.steps.changes
         few = StandInSteps(lambda: _alive(reference), session)
         self.run = TracedCall(self.plain, session, self.steps, few)
         self.check = StepCheck(self.steps, session, session.config.verify)
@@ -129,27 +135,37 @@ class CompiledStep:
     def call(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a step, with all that watches steps of this process."""
         if nested_compile.within_step():
-            if self.clipping is not None:
-                raise OptionError(f"clip_grad_norm: {_PART}; give it to that one")
+            if self.clipping is not None or self.noted is not None:
+                name = "clip_grad_norm" if self.clipping is not None else "changed"
+                raise OptionError(f"{name}: {_PART}; give it to that one")
             self.session.notes.add(_PART)
             plain_steps.called(family(optimizer))
             return self._unfused(True, self.plain, *args, **kwargs)
         if not self.steps.steps:
             plain_steps.called(family(optimizer))
             distributed_state_dicts.know_residuals()
+        if self.sharded is None:
+            return self._clipped(optimizer, args, kwargs)
+        self.sharded.count(optimizer)
+        try:
+            return self._clipped(optimizer, args, kwargs)
+        finally:
+            self.sharded.note(optimizer)
+
+    def _clipped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self.clipping is None:
             return self._looked_at(optimizer, args, kwargs)
-        return self._clipped(self.clipping, optimizer, args, kwargs)
+        return self._with_norm(self.clipping, optimizer, args, kwargs)
 
     @disable  # where the whole training step is compiled
-    def _clipped(self, clipping: Clipping, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _with_norm(self, clipping: Clipping, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         args, kwargs = clipping.begin(optimizer, args, kwargs)
         with clipping.within(optimizer), clipping.watched(optimizer, self.session.warn_once):
             return self._looked_at(optimizer, args, kwargs)
 
     def _looked_at(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Do a step by way of all that looks at it."""
-        do: Callable[..., Any] = self._take
+        do: Callable[..., Any] = self._take if self.noted is None else self._take_noted
         for look in self.looks:
             if look.due(optimizer):
                 do = functools.partial(look.step, do)
@@ -164,6 +180,13 @@ class CompiledStep:
             result = self._in_full(*args, **kwargs)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         return result
+
+    def _take_noted(self, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        assert self.noted is not None
+        if not self.noted.copies:
+            return self._take(optimizer, *args, **kwargs)
+        with self.noted.repeated():
+            return self._take(optimizer, *args, **kwargs)
 
     def _in_full(self, *args: Any, **kwargs: Any) -> Any:
         asks = self.check.wanted or not self.steps.quiet
@@ -205,6 +228,8 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
         raise OptionError("verify=n checks the steps of optimizers, not calls of functions")
     if session.config.budget is not None:
         raise OptionError("budget= is for the states of an optimizer, not calls of functions")
+    if session.config.changed:
+        raise OptionError("changed=True is for the parameters of an optimizer, not calls")
     if session.scales or session.config.zero_grads:
         name = "clip_grad_norm" if session.scales else "zero_grads"
         raise OptionError(f"{name} is for the gradients of an optimizer, not calls of functions")
@@ -408,6 +433,7 @@ def _report(steps: Steps, session: Backend) -> Report:
         sorted(written, key=lambda s: sort_key(s.state_name)),
         [
             *sorted(session.warned | session.notes),
+            *(steps.changes.notes() if steps.changes is not None else ()),
             *torch_private.left_out(),
             *steps.executors.outside_graphs(),
             *steps.recorder.unrecorded.notes(),

@@ -3,11 +3,12 @@
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
 
+from collage_fx.changes.noted import NotedChanges
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import family
@@ -27,20 +28,26 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return family(optimizer)[1:] if module.startswith("torch.distributed.") else []
 
 
-def compile_wrapper(optimizer: Optimizer, held: list[Optimizer], steps: list[Step]) -> Step:
+def compile_wrapper(
+    optimizer: Optimizer, held: list[Optimizer], steps: list[Step], *, changed: bool
+) -> Step:
     """Return a method bound to the optimizer that takes its step, with compiled ones within.
 
     Args:
         optimizer: one of torch.distributed.
         held: the optimizers whose step it calls.
         steps: the compiled steps of these.
+        changed: whether changes of parameters are noted. Those that other processes send are seen
+            by a comparison with a copy.
     """
     state_dicts.attach_around(optimizer, held)
+    noted = NotedChanges(optimizer) if changed else None
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         plain_steps.called([self])
-        with _assigned(held, steps):
+        copied = noted.in_full(traced=False) if noted is not None else nullcontext()
+        with copied, _assigned(held, steps):
             result = type(self).step(self, *args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         step.grad_norm = getattr(steps[0], "grad_norm", None)  # type: ignore[attr-defined]

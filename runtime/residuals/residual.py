@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.storage.registry import STORAGES, Storage, value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
+
+if TYPE_CHECKING:
+    from collage_fx.runtime.residuals.changes import Changes
 
 ANOTHER = "a tensor of another shape or dtype has taken its place"
 _CHANGED = "the tensor has another shape, dtype or device by now"
@@ -81,6 +84,8 @@ class Residual:
     lost: int | Tensor = 0
     """The elements of which later writes have cleared a residual; on the device of the tensor, so
     that nobody waits for it."""
+    changes: "Changes | None" = None
+    """The changes of the tensor, once a kernel notes them."""
     address: int = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
@@ -218,6 +223,7 @@ class Residual:
 
     def forget_tensor(self) -> None:
         """Be of no tensor that anybody has seen: the value decides at the next step."""
+        self.changes = None
         self._versions[self._slot] = -2
 
     def bring_to(self, device: torch.device) -> None:
@@ -307,6 +313,8 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
         versions = [version(t) for t, _ in pairs]
     noted: list[tuple[int, Checks]] = []
     for (tensor, residual), number in zip(pairs, versions, strict=True):
+        if residual.changes is not None and not residual.belongs(tensor):
+            residual.changes.written(tensor)
         residual._versions[residual._slot] = number
         stride = tensor.stride()
         residual.address, residual.lent, residual.stride = address(tensor), (), stride
@@ -318,6 +326,12 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
         if found is not None:
             noted.append((residual.address, found))
     checks.note(noted)
+
+
+def memory_of(residuals: Sequence[Residual]) -> list[Tensor]:
+    """Return the memory that kernels write beside tensors: components, and bits of changes."""
+    noted = [r.changes.bits for r in residuals if r.changes is not None]
+    return [*[c for r in residuals for c in r.components], *[b for b in noted if b is not None]]
 
 
 def settle_at_end(pairs: Sequence[tuple[Tensor, Residual]]) -> None:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.residuals.changes import changes_of, note_changes
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
 from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
@@ -32,6 +33,13 @@ from collage_fx.runtime.storage.registry import (
 )
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
+
+
+class Marked(Protocol):
+    """A state of a graph."""
+
+    marked: bool
+    """True if the graph notes which of its elements change."""
 
 
 class ResidualStore:
@@ -224,10 +232,36 @@ class ResidualStore:
         self._keep(tensor, residual)
         if old is not None:
             residual.draws, residual.provisional = old[1].draws, old[1].provisional
+            residual.changes = old[1].changes
+            if residual.changes is not None and not old[1].belongs(tensor):
+                residual.changes.written(tensor)
         self.generation += 1
         if lows is not None:
             residual.components = lows
         return residual
+
+    def bits_for(
+        self, pairs: Iterable[tuple[Tensor, Residual]], states: Iterable[Marked]
+    ) -> list[Tensor | None]:
+        """Return the bits that a kernel sets, of those tensors that it marks; None for others.
+
+        Args:
+            pairs: tensors with their residuals, before the kernel runs.
+            states: those of the graph that they are.
+        """
+        found: list[Tensor | None] = []
+        for (tensor, residual), state in zip(pairs, states, strict=True):
+            if not state.marked:
+                found.append(None)
+                continue
+            if residual.changes is None:
+                residual.changes = note_changes(tensor, whole=True)
+                residual.changes.look(tensor, None)
+                self.generation += 1  # who sets no bits is to notice it
+            elif not residual.belongs(tensor):
+                residual.changes.written(tensor)
+            found.append(residual.changes.room(tensor))
+        return found
 
     def drop(self, tensor: Tensor) -> None:
         """Forget the residual of tensor."""
@@ -275,6 +309,8 @@ class ResidualStore:
             hi, *lows = split_into(storage, wide, dtype)
         tensor.data.copy_(hi)  # what serves the steps counts writes to tensor itself
         residual.hold(lows)
+        if (changes := changes_of(tensor)) is not None:
+            changes.whole = True
         return residual
 
     def load(

@@ -74,7 +74,7 @@ def check(program: Program, counts: Counter[str]) -> None:
         raise AssertionError("\n".join(["", program.script(), *verdict.failures]))
     counts["programs"] += 1
     counts[f"way: {program.way}"] += 1
-    for name in ("clip_grad_norm", "zero_grads"):
+    for name in ("clip_grad_norm", "zero_grads", "changed"):
         counts[f"with {name}"] += name in dict(program.options)
     for name in SURROUNDINGS:
         counts[f"with {name}"] += bool(getattr(program, name))

@@ -121,11 +121,13 @@ def options(draw: DrawFn, dtype: str, way: str) -> tuple[tuple[str, Any], ...]:
     }
     if found["storage"] in ("mcf2", "ulp8") and draw(st.integers(0, 5)) == 5:
         found |= {"stochastic_rounding": True, "arithmetic": "wide"}
-    if way in ("compile", "engine", "record", "at once") and found["arithmetic"] == "wide":
+    whole = way in ("compile", "engine", "record", "at once")
+    found["changed"] = whole and draw(st.integers(0, 3)) == 3
+    if whole and found["arithmetic"] == "wide":
         found["clip_grad_norm"] = draw(st.sampled_from((None, None, 1e-2, 1.0, 1e4)))
         found["zero_grads"] = draw(st.sampled_from((False, False, False, True)))
     defaults = {"arithmetic": "eft", "storage": "auto", "multi_tensor": "auto"}
-    defaults |= {"clip_grad_norm": None, "zero_grads": False}
+    defaults |= {"clip_grad_norm": None, "zero_grads": False, "changed": False}
     return tuple((k, v) for k, v in found.items() if defaults.get(k) != v)
 
 

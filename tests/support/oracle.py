@@ -81,6 +81,7 @@ def judge(program: Program, *, interpreted: bool = True, few: bool = True) -> Ve
         compare(verdict, exact, low, limits(program, run, exact, few=True))
     if not few or verdict.worst >= 1:
         compare(verdict, exact, low, limits(program, run, exact))
+    verdict.failures += run.behind
     if any("none of them loses updates" in message for message in run.warned):
         verdict.failures += untrue(program, run, exact)
     return verdict

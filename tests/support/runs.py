@@ -1,6 +1,7 @@
 """Runs of random programs: eager in any dtype, and by collage_fx, with what became of them."""
 
 import contextlib
+import functools
 import linecache
 import sys
 import types
@@ -13,6 +14,7 @@ import torch
 from draws import Drawn
 from interpreter import without_compiler
 from programs import WIDE_CAST, Program
+from replicas import bits
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
@@ -107,6 +109,8 @@ class Run:
     joined: int = 0
     """Number of steps in which a state was written on whole values."""
     report: str = ""
+    behind: list[str] = field(default_factory=list)
+    """Parameters of which a replica that is sent what has changed did not have the bits."""
 
 
 def way_of(program: Program) -> Callable[[Any], Callable[..., Any]]:
@@ -125,6 +129,8 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
 
     def compiled(x: Any) -> Any:
         steps.append(way_of(program)(x))
+        if dict(program.options).get("changed"):
+            return followed(steps[-1], x, run.behind)
         return steps[-1]
 
     torch.compiler.reset()
@@ -172,6 +178,51 @@ def compensated(program: Program, *, interpreted: bool = True) -> Run:
             run.compensated.add(name)
     torch.compiler.reset()
     return run
+
+
+class _Holder(torch.nn.Module):
+    """Has tensors as its parameters, of whatever class they are."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        """Return them by their numbers, each once."""
+        return {id(t): (str(i), t) for i, t in enumerate(self.tensors)}.values()
+
+
+def followed(step: Callable[..., Any], optimizer: Any, behind: list[str]) -> Callable[..., Any]:
+    """Return a step after which copies of the parameters are sent what has changed.
+
+    Args:
+        step: a compiled one that notes changes.
+        optimizer: whose step it is.
+        behind: where parameters are noted of which a copy has other bits then.
+    """
+    copies = {id(p): bits(p).clone() for group in optimizer.param_groups for p in group["params"]}
+    count = 0
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = step(*args, **kwargs)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        changes = collage_fx.take_changes(_Holder(params))
+        for name, p in _Holder(params).named_parameters():
+            now = bits(p)
+            copy = copies.get(id(p))
+            if copy is None or copy.shape != now.shape or copy.dtype != now.dtype:
+                copy = copies[id(p)] = ~now
+            if name in changes:
+                copy[changes[name][0]] = bits(changes[name][1])
+            if not torch.equal(copy, now):
+                behind.append(f"parameter {name} has other bits than its replica in step {count}")
+                copy.copy_(now)
+        return result
+
+    return call
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""Changes of parameters: which elements steps have changed since somebody asked."""

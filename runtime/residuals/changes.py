@@ -1,0 +1,161 @@
+"""Changes of parameters: the elements that steps have changed since somebody asked.
+
+Kernels set a bit for each element that they change, and steps without such a kernel are compared
+with a copy. What both do not see, a write from outside of steps, is known by the version counter
+and the address of the tensor, and counts as a change of all of it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.runtime.residuals.memory import address
+from collage_fx.runtime.residuals.residual import Residual, version
+from collage_fx.runtime.storage import changed_bits
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> a dtype that compares bits."""
+
+
+class Seen(NamedTuple):
+    """A value of a tensor, as far as it is known without reading it."""
+
+    version: int
+    address: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Seen":
+        """Return the present one."""
+        return cls(version(tensor), address(tensor), tensor.shape, tensor.dtype)
+
+
+@dataclass(eq=False)
+class Changes:
+    """The elements of one tensor that have changed since `take`."""
+
+    seen: Seen | None
+    """The last value up to which all changes are noted; kernels that run without Python leave that
+    to the residual of the tensor."""
+    whole: bool = False
+    """True if any element may have changed."""
+    bits: Tensor | None = None
+    """A bit for each element, set if it has changed: uint8, see `changed_bits`."""
+    before: Tensor | None = None
+    """A copy of the bits of the elements, while a step runs that is compared with it."""
+    unnoted: int = 0
+    """The number of writes that have set no bits."""
+    by_copy: bool = False
+    """True if the last step that was traced has made some of these."""
+
+    def knows(self, tensor: Tensor, residual: Residual | None) -> bool:
+        """Return True if all that was written to the tensor is noted.
+
+        Args:
+            tensor: the one that this is of.
+            residual: that of the tensor, if it has one.
+        """
+        now = Seen.of(tensor)
+        if now.version < 0:  # an inference tensor counts none
+            return False
+        if self.seen == now:
+            return True
+        if residual is None or residual.changes is not self:
+            return False
+        return residual.fits(tensor) and residual.belongs(tensor)
+
+    def look(self, tensor: Tensor, residual: Residual | None) -> None:
+        """Notice what was written from outside of steps that are compared with a copy."""
+        self.whole |= self.before is None and not self.knows(tensor, residual)
+        self.seen = Seen.of(tensor)
+
+    def written(self, tensor: Tensor) -> None:
+        """Note a write that has set no bits."""
+        now = Seen.of(tensor)
+        if now != self.seen:
+            self.unnoted += 1
+            self.whole |= self.before is None
+            self.seen = now
+
+    def noted(self, tensor: Tensor) -> None:
+        """Record that the bits tell all that was written to the tensor."""
+        self.seen = Seen.of(tensor)
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """Return the bits, made where there are none."""
+        size = changed_bits.size_of(tensor.numel())
+        if self.bits is None or self.bits.device != tensor.device or len(self.bits) != size:
+            self.whole |= self.bits is not None
+            with torch.inference_mode(False):
+                self.bits = torch.zeros(size, dtype=torch.uint8, device=tensor.device)
+        return self.bits
+
+    def begin(self, tensor: Tensor) -> None:
+        """Keep a copy of the elements, with which `end` compares."""
+        self.before = _words(tensor).clone()
+
+    def end(self, tensor: Tensor) -> None:
+        """Note the elements that are not what they were when `begin` was called."""
+        before, self.before = self.before, None
+        assert before is not None
+        now = _words(tensor)
+        if now.shape == before.shape and now.dtype == before.dtype and now.device == before.device:
+            self.room(tensor).bitwise_or_(changed_bits.packed(now != before))
+        else:
+            self.whole = True
+        self.seen = Seen.of(tensor)
+
+    def take(self, tensor: Tensor, residual: Residual | None) -> Tensor:
+        """Return the places of the elements that have changed since the last call; clear them.
+
+        Args:
+            tensor: the one that this is of.
+            residual: that of the tensor, if it has one.
+
+        Returns:
+            int64, one dimension, in the order of rows, ascending.
+        """
+        self.look(tensor, residual)
+        if self.whole:
+            found = torch.arange(tensor.numel(), device=tensor.device)
+        elif self.bits is None:
+            found = torch.empty(0, dtype=torch.int64, device=tensor.device)
+        else:
+            found = changed_bits.indices(self.bits, tensor.numel())
+        self.whole = False
+        if self.bits is not None:
+            self.bits.zero_()
+        return found
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bits of the elements as integers, in the order of rows."""
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1, 2) if flat.is_complex() else flat
+    words = flat.view(_INTEGERS[flat.itemsize])
+    return words
+
+
+_CHANGES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def changes_of(tensor: Tensor) -> Changes | None:
+    """Return the changes of a tensor, None if nobody has asked to note them."""
+    found: Changes | None = _CHANGES.get(tensor)
+    return found
+
+
+def note_changes(tensor: Tensor, *, whole: bool = False) -> Changes:
+    """Return the changes of a tensor, which are noted from now on if they were not before.
+
+    Args:
+        tensor: any.
+        whole: whether all of it counts as changed then.
+    """
+    if (found := changes_of(tensor)) is None:
+        found = _CHANGES[tensor] = Changes(Seen.of(tensor), whole)
+    return found

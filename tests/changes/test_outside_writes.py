@@ -1,0 +1,93 @@
+"""Writes from outside of steps: all of a tensor counts as changed, once.
+
+For runtime.residuals.changes.
+"""
+
+import copy
+
+import pytest
+import torch
+from replicas import Lion, Replica, follow, give, model, sizes
+from torch.optim import SGD, AdamW
+
+import collage_fx
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was cleared")
+
+
+def test_a_write_from_outside_marks_all_of_a_tensor() -> None:
+    module = model()
+    optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-4), changed=True)
+    replica = Replica(module)
+    for k in range(6):
+        give(module, k)
+        optimizer.step()
+        whole = []
+        if k == 2:
+            with torch.no_grad():
+                module[0].weight[0, 0] += 1
+            whole = ["0.weight"]
+        if k == 4:
+            module[1].bias.data = module[1].bias.data.clone()
+            whole = ["1.bias"]
+        sent = replica.sync()
+        assert replica.is_equal
+        assert {n: sent[n] for n in whole} == sizes(module, whole) or not whole
+        assert "0.weight" in whole or sent["0.weight"] < 37 * 19 / 2
+
+
+def test_a_load_marks_all_tensors_once() -> None:
+    module = model()
+    optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-4), changed=True)
+    follow(module, optimizer, steps=3)
+    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    follow(module, optimizer, first=3, steps=2)
+    replica = Replica(module)
+    module.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert replica.sync() == sizes(module) and replica.is_equal
+    follow(module, optimizer, first=5, steps=2)
+    module.load_state_dict(saved[0])  # and nobody asks before the next step
+    optimizer.load_state_dict(saved[1])
+    give(module, 7)
+    optimizer.step()
+    assert replica.sync() == sizes(module) and replica.is_equal
+
+
+def test_storages_that_residuals_are_converted_to() -> None:
+    """The first word may be another one then, which is written through `.data`."""
+    module = model()
+    optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-4), changed=True)
+    follow(module, optimizer, steps=2)
+    replica = Replica(module)
+    collage_fx.convert_residuals(optimizer, "mcf2")
+    assert replica.sync() == sizes(module) and replica.is_equal
+
+
+def test_parameters_that_are_added() -> None:
+    module = model()
+    module[1].requires_grad_(False)
+    optimizer = collage_fx.compile_(Lion(module[0].parameters()), changed=True)
+    replica = Replica(module)
+    for k in range(5):
+        if k == 3:
+            module[1].requires_grad_(True)
+            optimizer.add_param_group({"params": list(module[1].parameters())})
+        give(module, k)
+        optimizer.step()
+        changed, sent = replica.changed(), replica.sync()
+        assert sent == changed | (sizes(module, ["1.weight", "1.bias"]) if k == 3 else {})
+        assert replica.is_equal
+
+
+def test_another_optimizer_that_notes_nothing() -> None:
+    module = model()
+    optimizer = collage_fx.compile_(SGD(module.parameters(), lr=1e-3), changed=True)
+    other = collage_fx.compile_(SGD(module.parameters(), lr=1e-3, momentum=0.5))
+    replica = Replica(module)
+    for k in range(10):
+        give(module, k)
+        (optimizer if k % 2 else other).step()
+        if k % 3:
+            replica.sync()
+            assert replica.is_equal
