@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from other_version import OtherVersion, other_version
 from steps import Shapes, conditions, parameters
-from ways import CLIPPED, PEERS, WAYS, Step, absent, seconds
+from ways import CHANGED, CLIPPED, EVERY, PEERS, WAYS, Step, absent, seconds
 
 import collage_fx
 from collage_fx.runtime import progress
@@ -81,7 +81,7 @@ def first_step(name: str, shapes: Shapes, device: str, threads: int) -> float:
     torch.set_num_threads(threads)
     sgd = torch.optim.SGD(parameters([(3,)] * 9, device), lr=1e-3)
     collage_fx.compile(sgd)()
-    (taken,) = seconds((WAYS | PEERS | CLIPPED)[name].make(parameters(shapes, device)), 1, device)
+    (taken,) = seconds((EVERY | PEERS)[name].make(parameters(shapes, device)), 1, device)
     return taken
 
 
@@ -100,7 +100,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the rows of some ways that take turns, and of the copy beside them."""
     count = sum(torch.Size(s).numel() for s in shapes)
-    ways = WAYS | PEERS | CLIPPED
+    ways = EVERY | PEERS
     steppers: dict[str, Step] = {n: ways[n].make(parameters(shapes, device)) for n in names}
     a, b = (torch.empty(count * 4, dtype=torch.bfloat16, device=device) for _ in range(2))
     steppers["copy"] = lambda: a.copy_(b)
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", help="names of sets of shapes; all by default")
     parser.add_argument("--only", nargs="+", default=[], help="names of ways; all by default")
     parser.add_argument("--clipped", action="store_true", help="the ways that clip gradients")
+    parser.add_argument("--changed", action="store_true", help="the ways that send changes")
     parser.add_argument("--without", nargs="+", default=[], help="names of ways to leave out")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)
@@ -177,12 +178,13 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    kind = "clipped_" if args.clipped else ""
+    kind = "clipped_" if args.clipped else "changed_" if args.changed else ""
     out = args.out or Path(__file__).parent / f"results/step_time_{kind}{args.device}.json"
     skipped = absent(args.device)
     for name, reason in skipped.items():
         print(f"without {name}: {reason}")
-    wanted = args.only or ([*CLIPPED] if args.clipped else [*WAYS, *PEERS])
+    known = CLIPPED if args.clipped else CHANGED if args.changed else WAYS | PEERS
+    wanted = args.only or [*known]
     names = [n for n in wanted if n not in skipped and n not in args.without]
     results = []
     for name, shapes in SETS[args.device].items():

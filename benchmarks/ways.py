@@ -24,6 +24,12 @@ and, for what a loop does to gradients around the step (`--clipped`):
     clipped apart     torch.nn.utils.clip_grad_norm_ before the step; "zeroed apart":
                       zero_grad(set_to_none=False) after it
     clips, zeroes     clip_grad_norm= and zero_grads=True of collage_fx
+
+and, for what has changed of the parameters after each step (`--changed`):
+
+    changed           changed=True of collage_fx; "taken": take_changes after the step
+    compared, taken   the places and values of the elements that differ from those of a copy, which
+                      is kept up, with PyTorch's operations
 """
 
 import importlib
@@ -181,6 +187,45 @@ CLIPPED: dict[str, Way] = {
 """The ways of a loop that clips gradients by their norm."""
 
 
+def _taken(params: list[Tensor]) -> Step:
+    """Return a step after which the changes of the parameters are taken."""
+    own = _collage(**_REMAINDER, changed=True)(params)
+    model = torch.nn.ParameterList(params)
+
+    def step() -> None:
+        own()
+        collage_fx.take_changes(model)
+
+    return step
+
+
+def _compared(params: list[Tensor]) -> Step:
+    """Return a step after which the parameters are compared with copies."""
+    own = _collage(**_REMAINDER)(params)
+    flat = [p.detach().view(-1) for p in params]
+    copies = [p.clone() for p in flat]
+
+    def step() -> None:
+        own()
+        for p, copy in zip(flat, copies, strict=True):
+            places = (p.view(torch.int16) != copy.view(torch.int16)).nonzero().squeeze(1)
+            copy[places] = p[places]
+
+    return step
+
+
+CHANGED: dict[str, Way] = {
+    "plain fused": WAYS["plain fused"],
+    "remainder16": WAYS["remainder16"],
+    "remainder16, changed": Way(_collage(**_REMAINDER, changed=True), 22.25, 12.125),
+    "remainder16, changed, taken": Way(_taken, 22.5, 12.125),
+    # Both read, a bool for each element written and read; the few that differ are not counted.
+    "remainder16, compared, taken": Way(_compared, 28, 14),
+}
+"""The ways of a loop that sends what has changed."""
+EVERY = WAYS | CLIPPED | CHANGED
+
+
 def peer_of(module: str, kind: str, **options: Any) -> Callable[[list[Tensor]], Step]:
     """Return what makes a step of an optimizer of another package."""
 
@@ -219,7 +264,7 @@ _MADE: dict[str, Step] = {}
 
 def make(name: str, shapes: Shapes) -> None:
     """Make a way to take a step over tensors of these shapes, for `run`."""
-    _MADE[name] = (WAYS | CLIPPED)[name].make(parameters(shapes))
+    _MADE[name] = EVERY[name].make(parameters(shapes))
 
 
 def run(name: str, steps: int) -> list[float]:
