@@ -272,16 +272,13 @@ def _rounded_bits(bits: Tensor, below: int, random: Tensor | None) -> Tensor:
 
 
 def changed(old: Tensor, new: Tensor) -> Tensor:
-    """Return a bool for each element: whether bits of a high word have changed, or it is a NaN.
-
-    Of a NaN the bits may be others in memory than where it was computed.
+    """Return a bool for each element: whether the bits of a high word have changed.
 
     Args:
         old: of low precision, or fp32.
         new: of its shape and dtype.
     """
-    before, now = old.to(torch.float32), new.to(torch.float32)
-    return (_bits(before) != _bits(now)) | (now != now)
+    return _bits(old.to(torch.float32)) != _bits(new.to(torch.float32))
 
 
 _SIGN = -(1 << 31)

@@ -33,7 +33,7 @@ def test_a_bit_is_read_and_written_for_an_element() -> None:
     assert bits == 1 and at in kernel.written and kernel.bits(at) == 1
     assert part.marked == (0,), "the parameter"
     assert re.findall(rf"\bp{at}\b.*", cpp)[1:] == [f"p{at} + begin / 8);"]
-    assert cpp.count("to[i] |= uint8_t(eight") == 1, "a byte for eight elements"
+    assert cpp.count("to[i] |= uint8_t((four") == 1, "a byte for eight elements"
     triton = kernel.triton()
     assert len(re.findall(rf"mark\(p{at}, at, left", triton)) == 2, "whole chunks, and tails"
     assert not re.search(rf"tl\.(load|store)\(p{at} ", triton)

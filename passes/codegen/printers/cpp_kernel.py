@@ -48,17 +48,20 @@ static void pack(const int8_t* from, int64_t size, uint8_t* to) {
 }
 """
 _MARK = """
-// Sets a bit for each truth, eight to a byte; the product brings eight bytes' bits together.
-static void mark(const bool* from, int64_t size, uint8_t* to) {
+// Sets a bit for each truth, eight to a byte; the product brings the bits of eight words together.
+static void mark(const uint16_t* from, int64_t size, uint8_t* to) {
   for (int64_t i = 0; i < size / 8; ++i) {
-    uint64_t eight;
-    std::memcpy(&eight, from + 8 * i, 8);
-    to[i] |= uint8_t(eight * 0x0102040810204080u >> 56);
+    uint64_t four, more;
+    std::memcpy(&four, from + 8 * i, 8);
+    std::memcpy(&more, from + 8 * i + 4, 8);
+    to[i] |= uint8_t((four | more << 4) * 0x0001000200040008u >> 48);
   }
   for (int64_t i = size / 8 * 8; i < size; ++i) to[i / 8] |= uint8_t(from[i] << i % 8);
 }
 """
 _HELPERS = {nibbles.BITS: _NIBBLES, changed_bits.BITS: _MARK}
+_BLOCKS = {nibbles.BITS: "int8_t", changed_bits.BITS: "uint16_t"}
+"""Bits of an element in memory -> its type in a block; of bytes alone GCC would make no vectors."""
 NONE_PACKED: Mapping[int, int] = {}
 PACKERS = {nibbles.BITS: "pack", changed_bits.BITS: "mark"}
 """Bits of an element in memory -> the function of C++ that puts them there, and Triton's."""
@@ -152,7 +155,7 @@ def print_cpp_kernel(
     for i in (i for i in read if scalar[i]):
         number = f"plain_nan(*p{i})" if inputs[i].meta["dtype"] in _FLOATS else f"*p{i}"
         casts.append(f"const {_type(inputs[i])} x{i} = {number};")
-    blocks = [f"{_type(inputs[i])} b{i}[BLOCK];" for i in order if i in packed]
+    blocks = [f"{_BLOCKS[packed[i]]} b{i}[BLOCK];" for i in order if i in packed]
     blocks += [f"unpack({_byte(i, packed)}, size, b{i});" for i in full if i in packed]
     ends = [i for i in stored if i in packed]
     kernel = (_PACKED if blocks else _KERNEL).format(
