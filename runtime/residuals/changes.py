@@ -104,7 +104,7 @@ class Changes:
         assert before is not None
         now = _words(tensor)
         if now.shape == before.shape and now.dtype == before.dtype and now.device == before.device:
-            self.room(tensor).bitwise_or_(changed_bits.packed(now != before))
+            self.room(tensor).bitwise_or_(changed_bits.packed((now != before).any(dim=1)))
         else:
             self.whole = True
         self.seen = Seen.of(tensor)
@@ -133,11 +133,10 @@ class Changes:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of the elements as integers, in the order of rows."""
+    """Return the bits of the elements as integers, a row for each: two of a complex one."""
     flat = tensor.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1, 2) if flat.is_complex() else flat
-    words = flat.view(_INTEGERS[flat.itemsize])
-    return words
+    rows = torch.view_as_real(flat) if flat.is_complex() else flat.unsqueeze(1)
+    return rows.view(_INTEGERS[rows.itemsize])
 
 
 _CHANGES: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -125,6 +125,26 @@ def test_parameters_in_fp32_beside_others() -> None:
     assert "those of 1.weight, 1.bias by a comparison with a copy" in said.replace("\n", " ")
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
+def test_parameters_of_other_dtypes() -> None:
+    """Complex ones have two words an element, float64 one of eight bytes."""
+    module = nn.Module()
+    for name, dtype in (("z", torch.complex64), ("d", torch.float64), ("s", torch.float32)):
+        value = torch.ones((3, 5) if name != "s" else (), dtype=dtype)
+        module.register_parameter(name, nn.Parameter(value))
+    optimizer = collage_fx.compile_(SGD(module.parameters(), lr=0.5), changed=True)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    module.z.grad[1, 2], module.d.grad[2, 4] = 1j, 1e-12
+    optimizer.step()
+    changes = collage_fx.take_changes(module)
+    assert {name: places.tolist() for name, (places, _) in changes.items()} == {"z": [7], "d": [14]}
+    for name, (places, values) in changes.items():
+        before[name].view(-1)[places] = values
+    assert all(torch.equal(before[n], p) for n, p in module.named_parameters())
+
+
 def test_a_layout_that_is_not_of_rows() -> None:
     module = nn.Conv2d(8, 8, 3).bfloat16().to(memory_format=torch.channels_last)
     optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-4), changed=True)
