@@ -42,6 +42,7 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
     for device in {x.device for x in inputs if isinstance(x, Tensor)}:
         check_roundings(device, "by Inductor", _run)
     keep_old_values(gm)
+    make_values_of_views(gm)
     return _compiled(gm, inputs, **kwargs)
 
 
@@ -77,6 +78,56 @@ def keep_old_values(gm: GraphModule) -> None:
         write.update_arg(1, kept)
     if taken:
         gm.recompile()
+
+
+def make_values_of_views(gm: GraphModule) -> None:
+    """Make a new value of bits seen as another dtype, where an operation overwrites a part of it.
+
+    Inductor has such operations overwrite memory of their own: until torch 2.14 it goes on with the
+    bits as they were, in silence (`index_put` with a mask), or raises NotImplementedError. It
+    leaves out copies, and two negations change no bit.
+
+    Before::
+
+        view = aten.view.dtype(add, torch.float32)
+        index_put = aten.index_put.default(view, [gt], mul)
+
+    After::
+
+        view = aten.view.dtype(add, torch.float32)
+        neg = aten.neg.default(view)
+        neg_1 = aten.neg.default(neg)
+        index_put = aten.index_put.default(neg_1, [gt], mul)
+    """
+    aten = torch.ops.aten
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and _overwrites_a_part(n.target)]
+    for node in nodes:
+        for old in node.all_input_nodes:
+            if _sees_bits(old) and old.meta["val"].is_floating_point():
+                new = old
+                with gm.graph.inserting_before(node):
+                    for _ in range(2):
+                        new = gm.graph.call_function(aten.neg.default, (new,))
+                        new.meta["val"] = old.meta["val"]
+                node.replace_input_with(old, new)
+    if nodes:
+        gm.recompile()
+
+
+def _sees_bits(node: Node) -> bool:
+    """Return True for a view of the bits of another dtype, or a view of one."""
+    base = base_of(node)
+    while node is not base and node.target is not torch.ops.aten.view.dtype:
+        node = node.all_input_nodes[0]
+    return node is not base
+
+
+def _overwrites_a_part(target: Any) -> bool:
+    """Return True for an operation that also exists in place, and is not elementwise."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise in target.tags:
+        return False
+    space, _, name = target._schema.name.partition("::")
+    return hasattr(getattr(torch.ops, space), f"{name}_")
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
