@@ -26,6 +26,10 @@ def begin(optimizer: Optimizer, given: dict[str, Any]) -> None:
     vars(optimizer)[FIRST_USE] = first_use = FirstUse(optimizer, {**known, **given})
     for name in METHODS:
         vars(optimizer)[name] = first_use.method(name)
+    if {**getattr(type(optimizer), OPTIONS), **first_use.given}.get("changed"):
+        from collage_fx.changes.noted import begin_noting
+
+        begin_noting(optimizer)
 
 
 class FirstUse:

@@ -5,7 +5,7 @@ operation that is recorded, is seen by a comparison with a copy of the parameter
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,21 @@ from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.torch_private import _disable_current_modes
 
 _NOTING: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Optimizers whose steps note changes -> the writes to their DTensors, None without any."""
+"""Optimizers whose steps note changes -> function that finds the writes to their DTensors."""
+
+
+def begin_noting(
+    optimizer: Optimizer, writes: Callable[[], ShardedWrites | None] = lambda: None
+) -> None:
+    """Note what changes of an optimizer's parameters from now on.
+
+    Args:
+        optimizer: has them.
+        writes: finds the writes to its DTensors; None if there are none.
+    """
+    _NOTING[optimizer] = writes
+    for tensor in _shards(optimizer):
+        note_changes(tensor)
 
 
 def noted_parameters() -> set[int]:
@@ -30,9 +44,9 @@ def noted_parameters() -> set[int]:
 
     What was written to DTensors is counted for their shards.
     """
-    noting: list[tuple[Optimizer, ShardedWrites | None]] = list(_NOTING.items())
-    for optimizer, writes in noting:
-        if writes is not None:
+    noting: list[tuple[Optimizer, Callable[[], ShardedWrites | None]]] = list(_NOTING.items())
+    for optimizer, find in noting:
+        if (writes := find()) is not None:
             writes.count(optimizer)
     every = [one for optimizer, _ in noting for one in family(optimizer)]
     return {id(p) for one in every for p in params_of(one)}
@@ -41,16 +55,7 @@ def noted_parameters() -> set[int]:
 class NotedChanges:
     """Notes of what the steps of one optimizer change of its parameters."""
 
-    def __init__(self, optimizer: Optimizer, writes: ShardedWrites | None = None) -> None:
-        """Note what changes from now on.
-
-        Args:
-            optimizer: takes the steps.
-            writes: those to its DTensors.
-        """
-        _NOTING[optimizer] = writes
-        for tensor in _shards(optimizer):
-            note_changes(tensor)
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.copies = False
         """True if a step that is repeated changes parameters without setting bits."""

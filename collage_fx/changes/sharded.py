@@ -17,8 +17,9 @@ class ShardedWrites:
     """Versions of the parameters of one optimizer, of which some are sharded, after a step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.versions: dict[int, int] = {}
-        """Id of each parameter -> its version."""
+        self.versions: list[int] = []
+        self.ids: list[int] = []
+        """Those of the parameters that have these."""
         self.note(optimizer)
 
     @classmethod
@@ -28,9 +29,10 @@ class ShardedWrites:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count up the versions of shards whose DTensors were written since the last step."""
-        params, before = _params(optimizer), self.versions
-        now = list(map(version, params))
-        if now != list(before.values()):
+        params = _params(optimizer)
+        now = _versions(params)
+        if now != self.versions:
+            before = dict(zip(self.ids, self.versions, strict=True))
             pairs = zip(params, now, strict=True)
             written = [p for p, number in pairs if before.get(id(p), number) != number]
             shards = [shard_of(p) for p in written if is_sharded(p)]
@@ -39,7 +41,15 @@ class ShardedWrites:
 
     def note(self, optimizer: Optimizer) -> None:
         """Note the versions that a step leaves."""
-        self.versions = {id(p): version(p) for p in _params(optimizer)}
+        params = _params(optimizer)
+        self.versions, self.ids = _versions(params), list(map(id, params))
+
+
+def _versions(params: list[Tensor]) -> list[int]:
+    try:
+        return [p._version for p in params]
+    except RuntimeError:  # of an inference tensor
+        return list(map(version, params))
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

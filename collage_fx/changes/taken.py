@@ -8,7 +8,7 @@ from torch.nn import Module
 from collage_fx.changes.noted import noted_parameters
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.runtime.errors import listed
-from collage_fx.runtime.residuals.changes import note_changes
+from collage_fx.runtime.residuals.changes import changes_of, note_changes
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -53,6 +53,8 @@ def take_changes(model: Module) -> dict[str, tuple[Tensor, Tensor]]:
 def _taken(model: Module) -> dict[str, tuple[Tensor, Tensor]]:
     noted = noted_parameters()
     params = dict(model.named_parameters())
+    # Those of an optimizer that is gone have what it has changed.
+    noted |= {id(p) for p in params.values() if changes_of(shard_of(p)) is not None}
     missing = [name for name, p in params.items() if p.requires_grad and id(p) not in noted]
     if missing:
         raise OptionError(

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.changes.noted import NotedChanges
+from collage_fx.changes.sharded import ShardedWrites
 from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code, is_looked_at
 from collage_fx.hooks import nested_compile
@@ -106,6 +107,8 @@ class Steps:
             self._lost,
             naming(session.optimizer),
         )
+        self.sharded: ShardedWrites | None = None
+        """Writes to the DTensors among the optimizer's parameters, if there are any."""
         self.changes: NotedChanges | None = None
         """Notes of the changes of the optimizer's parameters, where they are asked for."""
         self.forget_breaks()
@@ -176,7 +179,7 @@ class Steps:
             traced: whether Dynamo traces it.
             once: whether it does not for this once only.
         """
-        with self._noted(traced=traced):
+        with self.noting(traced=traced):
             self._begin()
             self.discovery.place_numbers(traced=traced, once=once)
             self.active, self.waited = True, once
@@ -193,10 +196,24 @@ class Steps:
                 self.active = False
                 self._end(failed=failed)
 
-    def _noted(self, *, traced: bool) -> contextlib.AbstractContextManager[None]:
-        """Note what is changed of parameters, where that is asked for."""
-        changes = self.changes
-        return contextlib.nullcontext() if changes is None else changes.in_full(traced=traced)
+    @contextlib.contextmanager
+    def noting(self, *, traced: bool) -> Iterator[None]:
+        """Note what is changed of parameters, where that is asked for, and written to DTensors.
+
+        Args:
+            traced: whether Dynamo traces what is done within this context.
+        """
+        optimizer, changes = self.session.optimizer(), self.changes
+        if optimizer is not None and self.sharded is None:
+            self.sharded = ShardedWrites.of(optimizer)
+        elif optimizer is not None and self.sharded is not None:
+            self.sharded.count(optimizer)
+        try:
+            with contextlib.nullcontext() if changes is None else changes.in_full(traced=traced):
+                yield
+        finally:
+            if optimizer is not None and self.sharded is not None:
+                self.sharded.note(optimizer)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -207,7 +224,7 @@ class Steps:
         self.other_memory.begin()
         self.recorder.asleep = self.in_method = self.active = True
         try:
-            with self._noted(traced=False), self.recorder.recording(beside_dynamo=False):
+            with self.noting(traced=False), self.recorder.recording(beside_dynamo=False):
                 yield
         finally:
             if not self.recorder.asleep:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import disable
 from torch.optim import Optimizer
 
-from collage_fx.changes.noted import NotedChanges
+from collage_fx.changes.noted import NotedChanges, begin_noting
 from collage_fx.changes.sharded import ShardedWrites
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
@@ -110,7 +110,6 @@ class CompiledStep:
         self.plain = types.MethodType(own if hooked else beneath_hooks(own), optimizer)
         self.session = session
         self.optimizer = reference = weakref.ref(optimizer)
-        self.sharded = ShardedWrites.of(optimizer)
         states = OptimizerStates(lambda: _alive(reference))
         self.steps = Steps(session, states, f"the step of {type(optimizer).__name__}")
         session.notes.update(config.of_gradients())
@@ -120,9 +119,12 @@ class CompiledStep:
             clipping.multiplied.flush = self.steps.recorder.flush_outside
             clipping.multiplied.renew = functools.partial(_renew, clipping, reference)
             session.factor = lambda: clipping.factor
+        self.steps.sharded = ShardedWrites.of(optimizer)
+        self.noted: NotedChanges | None = None
         if config.changed:
-            self.steps.changes = NotedChanges(optimizer, self.sharded)
-        self.noted = self.steps.changes
+            found = weakref.ref(self.steps)
+            begin_noting(optimizer, lambda: getattr(found(), "sharded", None))
+            self.noted = self.steps.changes = NotedChanges(optimizer)
         few = StandInSteps(lambda: _alive(reference), session)
         self.run = TracedCall(self.plain, session, self.steps, few)
         self.check = StepCheck(self.steps, session, session.config.verify)
@@ -135,22 +137,22 @@ class CompiledStep:
     def call(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a step, with all that watches steps of this process."""
         if nested_compile.within_step():
-            if self.clipping is not None or self.noted is not None:
-                name = "clip_grad_norm" if self.clipping is not None else "changed"
-                raise OptionError(f"{name}: {_PART}; give it to that one")
+            if self.clipping is not None:
+                raise OptionError(f"clip_grad_norm: {_PART}; give it to that one")
             self.session.notes.add(_PART)
             plain_steps.called(family(optimizer))
             return self._unfused(True, self.plain, *args, **kwargs)
         if not self.steps.steps:
             plain_steps.called(family(optimizer))
             distributed_state_dicts.know_residuals()
-        if self.sharded is None:
+        sharded = self.steps.sharded
+        if sharded is None:
             return self._clipped(optimizer, args, kwargs)
-        self.sharded.count(optimizer)
+        sharded.count(optimizer)
         try:
             return self._clipped(optimizer, args, kwargs)
         finally:
-            self.sharded.note(optimizer)
+            sharded.note(optimizer)
 
     def _clipped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self.clipping is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_fx.changes.noted import NotedChanges
+from collage_fx.changes.noted import NotedChanges, begin_noting
 from collage_fx.optimizer import plain_steps
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import family
@@ -42,6 +42,8 @@ def compile_wrapper(
     """
     state_dicts.attach_around(optimizer, held)
     noted = NotedChanges(optimizer) if changed else None
+    if changed:
+        begin_noting(optimizer)
 
     @functools.wraps(type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -6,13 +6,14 @@ and the address of the tensor, and counts as a change of all of it.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.residuals.memory import address
+from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.residual import Residual, version
 from collage_fx.runtime.storage import changed_bits
 
@@ -20,25 +21,29 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> a dtype that compares bits."""
 
 
+Place: TypeAlias = tuple[StorageWeakRef | None, int, torch.Size, tuple[int, ...], torch.dtype]
+
+
 class Seen(NamedTuple):
     """A value of a tensor, as far as it is known without reading it."""
 
     version: int
-    address: int
-    shape: torch.Size
-    dtype: torch.dtype
+    place: Place
+    """The memory itself, which a later one at the same address is not."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Seen":
         """Return the present one."""
-        return cls(version(tensor), address(tensor), tensor.shape, tensor.dtype)
+        storage = StorageWeakRef(tensor.untyped_storage()) if has_memory(tensor) else None
+        layout = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return cls(version(tensor), (storage, *layout, tensor.dtype))
 
 
 @dataclass(eq=False)
 class Changes:
     """The elements of one tensor that have changed since `take`."""
 
-    seen: Seen | None
+    seen: Seen
     """The last value up to which all changes are noted; kernels that run without Python leave that
     to the residual of the tensor."""
     whole: bool = False
@@ -66,7 +71,7 @@ class Changes:
             return True
         if residual is None or residual.changes is not self:
             return False
-        return residual.fits(tensor) and residual.belongs(tensor)
+        return self.seen.place == now.place and residual.fits(tensor) and residual.belongs(tensor)
 
     def look(self, tensor: Tensor, residual: Residual | None) -> None:
         """Notice what was written from outside of steps that are compared with a copy."""

@@ -4,6 +4,7 @@ For runtime.residuals.changes.
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -91,3 +92,64 @@ def test_another_optimizer_that_notes_nothing() -> None:
         if k % 3:
             replica.sync()
             assert replica.is_equal
+
+
+def test_other_memory_at_the_same_address() -> None:
+    """The allocator may give an address again, and no version counts other memory."""
+    module = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-4), changed=True)
+    follow(module, optimizer, steps=3)
+    replica, weight = Replica(module), module.weight
+    first = weight.data_ptr()
+    for k in range(64):
+        weight.data = weight.data.mul(1.5)
+        if k and weight.data_ptr() == first:
+            break
+    assert replica.sync() == sizes(module) and replica.is_equal
+    weight.data = weight.data.t()
+    assert replica.sync() == sizes(module) and replica.is_equal
+
+
+def test_an_optimizer_that_is_gone() -> None:
+    """What it has changed last is there to be taken, also of a model that is frozen then."""
+    module = model()
+    optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-3), changed=True)
+    replica = Replica(module)
+    give(module, 0)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    module.requires_grad_(False)
+    changed = replica.changed()
+    assert changed and replica.sync() == changed and replica.is_equal
+
+
+def test_a_class_that_compiles_its_own_step_notes_from_the_beginning() -> None:
+    module = model()
+    optimizer = collage_fx.optim.AdamW(module.parameters(), lr=1e-4, changed=True)
+    replica = Replica(module)
+    assert replica.sync() == {}
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    give(module, 0)
+    optimizer.step()
+    assert replica.sync()["0.weight"] == 37 * 19 and replica.is_equal
+    follow(module, optimizer, first=1, steps=2)
+
+
+class TwoSteps(SGD):
+    """Takes its step by another method too."""
+
+    def second_step(self) -> None:
+        self.step()
+
+
+def test_a_method_that_takes_the_step() -> None:
+    module = model()
+    optimizer = collage_fx.compile_(TwoSteps(module.parameters(), lr=1e-3), changed=True)
+    replica = Replica(module)
+    for k in range(4):
+        give(module, k)
+        optimizer.second_step() if k % 2 else optimizer.step()
+        changed = replica.changed()
+        assert replica.sync() == changed and replica.is_equal

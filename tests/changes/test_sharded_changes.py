@@ -75,6 +75,19 @@ def work(rank: int, folder: str) -> None:
         )
         divided.step = collage_fx.compile(divided, changed=True)
         found.append(followed(module, divided))
+        both = nn.ModuleList([(plain := model()), (added := model())])
+        fully_shard(added)
+        optimizer = collage_fx.compile_(SGD(plain.parameters(), lr=1e-3), changed=True)
+        optimizer.add_param_group({"params": list(added.parameters())})
+        replica = Replica(both)
+        for k in range(4):
+            give(both, k)
+            optimizer.step()
+        replica.sync()
+        with torch.no_grad():
+            added[0].weight.mul_(2)
+        whole = {"1.0.weight": sizes(both)["1.0.weight"]}
+        found.append([replica.sync() == whole and replica.is_equal] * (STEPS - 1))
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -82,7 +95,7 @@ def work(rank: int, folder: str) -> None:
 def test_two_processes_send_the_changes_of_their_shards(tmp_path: Path) -> None:
     start_processes(work, args=(str(tmp_path),), nprocs=2, start_method="fork")
     for rank in (0, 1):
-        assert torch.load(tmp_path / str(rank)) == [[True] * (STEPS - 1)] * 4
+        assert torch.load(tmp_path / str(rank)) == [[True] * (STEPS - 1)] * 5
 
 
 def loaded(rank: int, folder: str) -> None:
