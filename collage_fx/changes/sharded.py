@@ -19,7 +19,7 @@ class ShardedWrites:
     def __init__(self, optimizer: Optimizer) -> None:
         self.versions: list[int] = []
         self.ids: list[int] = []
-        """Those of the parameters that have these."""
+        """Ids of the parameters that have these versions."""
         self.note(optimizer)
 
     @classmethod

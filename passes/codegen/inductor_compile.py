@@ -22,6 +22,15 @@ from collage_fx.runtime import cpp_compiler, progress
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.torch_private import TracingContext, tracing
 
+aten = torch.ops.aten
+_OVERWRITING = {
+    *(aten.index_put.default, aten._unsafe_index_put.default, aten.put.default),
+    *(aten.index_add.default, aten.index_copy.default, aten.index_reduce.default),
+    *(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.masked_scatter.default),
+    *(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two),
+}
+"""Operations that Inductor may do in place, each on an operand that nobody reads any more."""
+
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """Return the mode of the fake tensors among values; None if there are none."""
@@ -64,7 +73,7 @@ def keep_old_values(gm: GraphModule) -> None:
         copy__1 = aten.copy_.default(arg1_1, lift_fresh_copy)
     """
     overwritten, taken = set[Node](), list[Node]()
-    writes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    writes = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
     for write in writes:
         if is_tensor(write.args[1]) and base_of(write.args[1]) in overwritten:
             taken.append(write)
@@ -73,7 +82,7 @@ def keep_old_values(gm: GraphModule) -> None:
         old: Any = write.args[1]
         with gm.graph.inserting_before(writes[0]):
             # The one copy that neither of them leaves out.
-            kept = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (old,))
+            kept = gm.graph.call_function(aten.lift_fresh_copy.default, (old,))
         kept.meta["val"] = old.meta["val"]
         write.update_arg(1, kept)
     if taken:
@@ -99,8 +108,7 @@ def make_values_of_views(gm: GraphModule) -> None:
         neg_1 = aten.neg.default(neg)
         index_put = aten.index_put.default(neg_1, [gt], mul)
     """
-    aten = torch.ops.aten
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and _overwrites_a_part(n.target)]
+    nodes = [n for n in gm.graph.nodes if n.target in _OVERWRITING]
     for node in nodes:
         for old in node.all_input_nodes:
             if _sees_bits(old) and old.meta["val"].is_floating_point():
@@ -117,17 +125,9 @@ def make_values_of_views(gm: GraphModule) -> None:
 def _sees_bits(node: Node) -> bool:
     """Return True for a view of the bits of another dtype, or a view of one."""
     base = base_of(node)
-    while node is not base and node.target is not torch.ops.aten.view.dtype:
+    while node is not base and node.target is not aten.view.dtype:
         node = node.all_input_nodes[0]
     return node is not base
-
-
-def _overwrites_a_part(target: Any) -> bool:
-    """Return True for an operation that also exists in place, and is not elementwise."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise in target.tags:
-        return False
-    space, _, name = target._schema.name.partition("::")
-    return hasattr(getattr(torch.ops, space), f"{name}_")
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

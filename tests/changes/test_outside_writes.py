@@ -111,7 +111,7 @@ def test_other_memory_at_the_same_address() -> None:
 
 
 def test_an_optimizer_that_is_gone() -> None:
-    """What it has changed last is there to be taken, also of a model that is frozen then."""
+    """The last changes are there to be taken, also of a model that is frozen then."""
     module = model()
     optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-3), changed=True)
     replica = Replica(module)

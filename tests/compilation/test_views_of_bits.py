@@ -1,4 +1,4 @@
-"""Operations that overwrite a part of a joined value: Inductor has them overwrite memory of theirs.
+"""Operations that overwrite a part of a joined value: Inductor has such memory made.
 
 For passes.codegen.inductor_compile.
 """
