@@ -64,7 +64,7 @@ def adamw(params: list[Tensor], **options: Any) -> Optimizer:
     """Return AdamW with its step counts where the parameters are."""
     if params[0].is_cuda:
         options = {"capturable": True, **options}
-    return AdamW(params, lr=LR, **options)
+    return AdamW(params, **{"lr": LR, **options})
 
 
 def _collage(
@@ -187,10 +187,26 @@ CLIPPED: dict[str, Way] = {
 """The ways of a loop that clips gradients by their norm."""
 
 
+_SLOW: dict[str, Any] = {**_REMAINDER, "optimizer": {"lr": 1e-6}}
+"""A rate at which few elements change in a step."""
+
+
+class _Model(torch.nn.Module):
+    """A module that has these tensors, which are no Parameters, as its parameters."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__()
+        self.tensors = params
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        """Return the tensors by their numbers."""
+        return [(str(i), p) for i, p in enumerate(self.tensors)]
+
+
 def _taken(params: list[Tensor]) -> Step:
     """Return a step after which the changes of the parameters are taken."""
-    own = _collage(**_REMAINDER, changed=True)(params)
-    model = torch.nn.ParameterList(params)
+    own = _collage(**_SLOW, changed=True)(params)
+    model = _Model(params)
 
     def step() -> None:
         own()
@@ -201,7 +217,7 @@ def _taken(params: list[Tensor]) -> Step:
 
 def _compared(params: list[Tensor]) -> Step:
     """Return a step after which the parameters are compared with copies."""
-    own = _collage(**_REMAINDER)(params)
+    own = _collage(**_SLOW)(params)
     flat = [p.detach().view(-1) for p in params]
     copies = [p.clone() for p in flat]
 

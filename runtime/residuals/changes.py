@@ -5,21 +5,47 @@ with a copy. What both do not see, a write from outside of steps, is known by th
 and the address of the tensor, and counts as a change of all of it.
 """
 
+import ctypes
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime import cpp_compiler
+from collage_fx.runtime.residuals.memory import address, has_memory
 from collage_fx.runtime.residuals.residual import Residual, version
 from collage_fx.runtime.storage import changed_bits
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> a dtype that compares bits."""
 
+
+_SOURCE = """
+#include <cstdint>
+#include <cstring>
+static uint64_t word(const uint8_t* bits, int64_t at, int64_t bytes) {
+  uint64_t found = 0;
+  std::memcpy(&found, bits + at, bytes - at < 8 ? bytes - at : 8);
+  return found;
+}
+extern "C" int64_t count(const uint8_t* bits, int64_t bytes) {
+  int64_t found = 0;
+  for (int64_t at = 0; at < bytes; at += 8) found += __builtin_popcountll(word(bits, at, bytes));
+  return found;
+}
+extern "C" void places(const uint8_t* bits, int64_t bytes, int64_t* found) {
+  for (int64_t at = 0; at < bytes; at += 8)
+    for (uint64_t left = word(bits, at, bytes); left; left &= left - 1)
+      *found++ = 8 * at + __builtin_ctzll(left);
+}
+"""
+
+
+"""One pass over bits, of which PyTorch takes several."""
 
 Place: TypeAlias = tuple[StorageWeakRef | None, int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -130,7 +156,7 @@ class Changes:
         elif self.bits is None:
             found = torch.empty(0, dtype=torch.int64, device=tensor.device)
         else:
-            found = changed_bits.indices(self.bits, tensor.numel())
+            found = places_of(self.bits)
         self.whole = False
         if self.bits is not None:
             self.bits.zero_()
@@ -162,4 +188,30 @@ def note_changes(tensor: Tensor, *, whole: bool = False) -> Changes:
     """
     if (found := changes_of(tensor)) is None:
         found = _CHANGES[tensor] = Changes(Seen.of(tensor), whole)
+    return found
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the compiled functions; None where no C++ compiler works."""
+    try:
+        library = cpp_compiler.load(_SOURCE)
+    except Exception:
+        return None
+    library.count.restype = ctypes.c_int64
+    return library
+
+
+def places_of(bits: Tensor) -> Tensor:
+    """Return the places of the bits that are set, int64, ascending; waits for their device.
+
+    Args:
+        bits: uint8, one dimension, contiguous; the first of eight bits is the lowest of a byte.
+    """
+    library = _library() if bits.device.type == "cpu" else None
+    if library is None:
+        return changed_bits.indices(bits)
+    at, size = ctypes.c_void_p(address(bits)), ctypes.c_int64(len(bits))
+    found = torch.empty(library.count(at, size), dtype=torch.int64, device=bits.device)
+    library.places(at, size, ctypes.c_void_p(address(found)))
     return found

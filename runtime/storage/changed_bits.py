@@ -31,17 +31,15 @@ def packed(changed: Tensor) -> Tensor:
     return first
 
 
-def indices(bits: Tensor, numel: int) -> Tensor:
+def indices(bits: Tensor) -> Tensor:
     """Return the places of the bits that are set, int64, in order.
 
     Waits for the device of the bits.
 
     Args:
-        bits: what `packed` returned, or several such results or-ed.
-        numel: the number of elements.
+        bits: as `packed` returns them, or several such results or-ed.
     """
-    where = bits.nonzero().squeeze(1)
+    where = bits.nonzero()
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=bits.device)
-    row, bit = ((bits[where].unsqueeze(1) & places) != 0).nonzero().unbind(1)
-    found = where[row] * 8 + bit
-    return found[found < numel]
+    row, bit = (bits[where] & places).nonzero().unbind(1)
+    return where.squeeze(1)[row] * 8 + bit

@@ -6,6 +6,7 @@ For runtime.storage.changed_bits and runtime.storage.layouts.
 import pytest
 import torch
 
+from collage_fx.runtime.residuals.changes import places_of
 from collage_fx.runtime.storage.changed_bits import indices, packed, size_of
 from collage_fx.runtime.storage.layouts import changed
 
@@ -15,10 +16,11 @@ def test_places_come_back(shape: tuple[int, ...]) -> None:
     flags = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
     bits = packed(flags)
     assert bits.dtype is torch.uint8 and len(bits) == size_of(flags.numel())
-    found = indices(bits, flags.numel())
-    assert torch.equal(found, flags.reshape(-1).nonzero().squeeze(1))
-    other = packed(~flags)
-    assert len(indices(bits | other, flags.numel())) == flags.numel()
+    expected = flags.reshape(-1).nonzero().squeeze(1)
+    every = torch.arange(flags.numel())
+    for found in (indices, places_of):
+        assert torch.equal(found(bits), expected)
+        assert torch.equal(found(bits | packed(~flags)), every)
 
 
 def test_each_bit_has_its_place() -> None:

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import collage_fx
 from collage_fx.errors import OptionError, SubjectError
-from collage_fx.runtime.storage import changed_bits
+from collage_fx.runtime.residuals import changes
+from collage_fx.runtime.residuals.changes import places_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was cleared")
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -68,8 +69,7 @@ def test_a_replica_has_the_same_bits_after_a_thousand_steps(kind: str) -> None:
 
 
 def test_control_one_place_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    indices = changed_bits.indices
-    monkeypatch.setattr(changed_bits, "indices", lambda *args: indices(*args)[:-1])
+    monkeypatch.setattr(changes, "places_of", lambda bits: places_of(bits)[:-1])
     assert not synchronised(KINDS["AdamW"], 24)
 
 

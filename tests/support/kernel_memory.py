@@ -49,5 +49,5 @@ def of_memory(bytes_: Tensor, like: Tensor) -> Tensor:
     if like.dtype is not torch.bool:
         return nibbles.unpacked(bytes_, like)
     found = torch.zeros_like(like)
-    found.view(-1)[changed_bits.indices(bytes_, like.numel())] = True
+    found.view(-1)[changed_bits.indices(bytes_)] = True
     return found
