@@ -53,22 +53,23 @@ def take_changes(model: Module) -> dict[str, tuple[Tensor, Tensor]]:
 def _taken(model: Module) -> dict[str, tuple[Tensor, Tensor]]:
     noted = noted_parameters()
     params = dict(model.named_parameters())
+    shards = {name: shard_of(p) for name, p in params.items()}
     # Those of an optimizer that is gone have what it has changed.
-    noted |= {id(p) for p in params.values() if changes_of(shard_of(p)) is not None}
-    missing = [name for name, p in params.items() if p.requires_grad and id(p) not in noted]
+    found = {name: changes_of(t) for name, t in shards.items()}
+    wanted = {n for n, p in params.items() if found[n] is not None or id(p) in noted}
+    missing = [n for n, p in params.items() if n not in wanted and p.requires_grad]
     if missing:
         raise OptionError(
             f"the changes of {listed(missing)} are not noted: no optimizer that was compiled with "
             "changed=True has them. Compile the one that does so, or freeze them by "
             "requires_grad_(False)"
         )
+    taken = {}
     with torch.no_grad(), _disable_current_modes():
-        taken = {name: _take(shard_of(p)) for name, p in params.items() if id(p) in noted}
-    return {name: one for name, one in taken.items() if one[0].numel()}
-
-
-def _take(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places and values of the elements of a tensor that have changed."""
-    changes = note_changes(tensor, whole=True)
-    places = changes.take(tensor, STORE.get(tensor))
-    return places, tensor.detach().reshape(-1)[places]
+        for name, tensor in shards.items():
+            if name in wanted:
+                changes = found[name] or note_changes(tensor, whole=True)
+                places = changes.take(tensor, STORE.get(tensor))
+                if len(places):
+                    taken[name] = places, tensor.detach().reshape(-1)[places]
+    return taken

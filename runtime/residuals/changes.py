@@ -83,14 +83,14 @@ class Changes:
     by_copy: bool = False
     """True if the last step that was traced has made some of these."""
 
-    def knows(self, tensor: Tensor, residual: Residual | None) -> bool:
+    def knows(self, tensor: Tensor, residual: Residual | None, now: Seen) -> bool:
         """Return True if all that was written to the tensor is noted.
 
         Args:
             tensor: the one that this is of.
             residual: that of the tensor, if it has one.
+            now: its present value.
         """
-        now = Seen.of(tensor)
         if now.version < 0:  # an inference tensor counts none
             return False
         if self.seen == now:
@@ -101,8 +101,9 @@ class Changes:
 
     def look(self, tensor: Tensor, residual: Residual | None) -> None:
         """Notice what was written from outside of steps that are compared with a copy."""
-        self.whole |= self.before is None and not self.knows(tensor, residual)
-        self.seen = Seen.of(tensor)
+        now = Seen.of(tensor)
+        self.whole |= self.before is None and not self.knows(tensor, residual, now)
+        self.seen = now
 
     def written(self, tensor: Tensor) -> None:
         """Note a write that has set no bits."""
