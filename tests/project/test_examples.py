@@ -1,6 +1,8 @@
 """The examples, run as a reader would run them. For examples."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,12 @@ def test_sharded_training_goes_on_on_fewer_processes(tmp_path: Path) -> None:
                 file.unlink()  # the last checkpoint, as if it had been killed in writing it
     assert "from step 0 to 12" in runs[0] and "from step 8 to 12" in runs[1]
     assert runs[0].partition("loss")[2] == runs[1].partition("loss")[2]
+
+
+@pytest.mark.slow
+def test_changes_are_fewer_bytes_than_weights() -> None:
+    command = [sys.executable, str(EXAMPLES / "send_changes.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "has the same bits" in printed
+    found = re.search(r"([\d.]+)% fewer", printed)
+    assert found is not None and float(found[1]) > 90
