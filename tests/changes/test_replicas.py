@@ -18,7 +18,10 @@ from collage_fx.errors import OptionError, SubjectError
 from collage_fx.runtime.residuals import changes
 from collage_fx.runtime.residuals.changes import places_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*was cleared")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*was cleared"),
+    pytest.mark.filterwarnings("ignore:.*makes a new graph"),  # for each rate, on torch 2.11
+]
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda params: AdamW(params, lr=1e-3),
     "Lion": lambda params: Lion(params, lr=1e-4),

@@ -63,7 +63,7 @@ def work(rank: int, folder: str) -> None:
     join_group(rank, 2, f"{folder}/store")
     found: list[list[bool]] = []
     with without_compiler(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*was cleared")
+        warnings.filterwarnings("ignore", ".*(was cleared|makes a new graph)")
         for kind in (AdamW, SGD, Lion):
             module = model()
             for layer in module:
