@@ -4,39 +4,21 @@ For gradients.clipping and runtime.kernels.sum_of_squares.
 """
 
 import contextlib
-from typing import Any
 
 import cuda_emulator as emulator
 import pytest
 import torch
-from emulated_steps import captured, parameters, renew_gradients, warm_up
+from emulated_steps import captured, parameters, quiet_step, warm_up
 from torch.optim import AdamW
 
 import collage_fx
 from collage_fx.errors import NonFiniteError
 
-STEPS = 5
-
-
-def counted(**options: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the work of a quiet step of twelve tensors with new gradients, and its kernels."""
-    params = parameters(12)
-    optimizer = AdamW(params, capturable=True)
-    collage_fx.compile_(optimizer, level="plus", **options)
-    for _ in range(STEPS):
-        optimizer.step()
-    old = [renew_gradients(params)]
-    optimizer.step()
-    old.append(renew_gradients(params))
-    asked = "pointer queries", "pinned allocations"
-    work = emulator.counted(optimizer.step)
-    return {name: n for name, n in work.items() if name not in asked}, dict(emulator.kernels())
-
 
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_clipped_step_waits_for_nothing(zeroes: bool) -> None:
-    plain, launches = counted()
-    clipped, found = counted(clip_grad_norm=1.0, zero_grads=zeroes)
+    plain, launches = quiet_step(AdamW)
+    clipped, found = quiet_step(AdamW, clip_grad_norm=1.0, zero_grads=zeroes)
     assert found["multi_tensor"] == launches["multi_tensor"] == 2
     assert not any(name.startswith("sync") for name in clipped)
     assert {k: n for k, n in clipped.items() if k != "kernels"} == {

@@ -1,9 +1,13 @@
 """Parameters on the emulated device (`cuda_emulator`), and steps that are captured there."""
 
 from collections.abc import Callable
+from typing import Any
 
+import cuda_emulator as emulator
 import torch
 from torch import Tensor
+
+import collage_fx
 
 
 def parameters(tensors: int, size: int = 64) -> list[Tensor]:
@@ -45,3 +49,18 @@ def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         torch._C._cuda_endAllocateToPool(0, pool)
         raise
     return graph
+
+
+def quiet_step(kind: Any, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the work of a quiet step of twelve tensors with new gradients, and its kernels."""
+    params = parameters(12)
+    optimizer = kind(params, capturable=True)
+    collage_fx.compile_(optimizer, level="plus", **options)
+    for _ in range(5):
+        optimizer.step()
+    old = [renew_gradients(params)]
+    optimizer.step()
+    old.append(renew_gradients(params))
+    asked = "pointer queries", "pinned allocations"
+    work = emulator.counted(optimizer.step)
+    return {name: n for name, n in work.items() if name not in asked}, dict(emulator.kernels())
