@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.changes.sharded import ShardedWrites
-from collage_fx.optimizer.ownership import family, owned_tensors, params_of
+from collage_fx.optimizer.ownership import owned_tensors, params_within
 from collage_fx.runtime.errors import listed
 from collage_fx.runtime.residuals.changes import Changes, changes_of, note_changes
 from collage_fx.runtime.residuals.dtensor import shards_of
@@ -48,8 +48,7 @@ def noted_parameters() -> set[int]:
     for optimizer, find in noting:
         if (writes := find()) is not None:
             writes.count(optimizer)
-    every = [one for optimizer, _ in noting for one in family(optimizer)]
-    return {id(p) for one in every for p in params_of(one)}
+    return {id(p) for optimizer, _ in noting for p in params_within(optimizer)}
 
 
 class NotedChanges:
@@ -66,7 +65,9 @@ class NotedChanges:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Do a step that repeats the last one, or none."""
-        self._begin([pair for pair in self._every() if not _sets_bits(*pair)])
+        copied = [pair for pair in self._every() if not _sets_bits(*pair)]
+        self._look(copied)
+        self._begin(copied)
         try:
             yield
         finally:
@@ -123,7 +124,6 @@ class NotedChanges:
     def _begin(self, pairs: Iterable[tuple[Tensor, Changes]]) -> None:
         for tensor, changes in pairs:
             if changes.before is None:
-                changes.look(tensor, STORE.get(tensor))
                 changes.begin(tensor)
                 self._begun.append((tensor, changes))
 
@@ -138,8 +138,7 @@ class NotedChanges:
 
 def _shards(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer and of those within it, of DTensors the shards."""
-    every = [p for one in family(optimizer) for p in params_of(one)]
-    return list({id(t): t for t in shards_of(every)}.values())
+    return list({id(t): t for t in shards_of(params_within(optimizer))}.values())
 
 
 def _sets_bits(tensor: Tensor, changes: Changes) -> bool:

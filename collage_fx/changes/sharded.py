@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.optimizer.ownership import family, params_of
+from collage_fx.optimizer.ownership import params_within
 from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of
 from collage_fx.runtime.residuals.residual import version
 
@@ -25,11 +25,11 @@ class ShardedWrites:
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ShardedWrites | None":
         """Return those of an optimizer; None for one without DTensors."""
-        return cls(optimizer) if any(map(is_sharded, _params(optimizer))) else None
+        return cls(optimizer) if any(map(is_sharded, params_within(optimizer))) else None
 
     def count(self, optimizer: Optimizer) -> None:
         """Count up the versions of shards whose DTensors were written since the last step."""
-        params = _params(optimizer)
+        params = params_within(optimizer)
         now = _versions(params)
         if now != self.versions:
             before = dict(zip(self.ids, self.versions, strict=True))
@@ -41,7 +41,7 @@ class ShardedWrites:
 
     def note(self, optimizer: Optimizer) -> None:
         """Note the versions that a step leaves."""
-        params = _params(optimizer)
+        params = params_within(optimizer)
         self.versions, self.ids = _versions(params), list(map(id, params))
 
 
@@ -50,7 +50,3 @@ def _versions(params: list[Tensor]) -> list[int]:
         return [p._version for p in params]
     except RuntimeError:  # of an inference tensor
         return list(map(version, params))
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for one in family(optimizer) for p in params_of(one)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.optimizer.ownership import family, params_of
+from collage_fx.optimizer.ownership import params_within
 from collage_fx.runtime.errors import UnsupportedError
 from collage_fx.runtime.kernels.sum_of_squares import PLAIN, sum_of_squares
 from collage_fx.runtime.residuals.dtensor import is_partial, is_sharded, placed, shard_of
@@ -79,7 +79,7 @@ def gradients_of(*optimizers: Optimizer) -> list[Tensor]:
 
     One for each parameter, as torch.nn.utils.clip_grad_norm_ counts a gradient that two have twice.
     """
-    params = [p for one in optimizers for inner in family(one) for p in params_of(inner)]
+    params = [p for one in optimizers for p in params_within(one)]
     if len({*map(id, params)}) < len(params):
         params = list({id(p): p for p in params}.values())
     return [g for p in params if (g := p.grad) is not None]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_fx.gradients.multiplied import FACTOR, MULTIPLIED, Multiplied
 from collage_fx.gradients.norm import gradients_of
-from collage_fx.optimizer.ownership import family, params_of
+from collage_fx.optimizer.ownership import params_within
 from collage_fx.runtime.residuals.residual import version
 
 
@@ -81,7 +81,7 @@ class _Products:
     """The gradients of an optimizer multiplied by a number, in the places of the gradients."""
 
     def __init__(self, optimizer: Optimizer, factor: Tensor) -> None:
-        self.params = {id(p): p for one in family(optimizer) for p in params_of(one)}.values()
+        self.params = {id(p): p for p in params_within(optimizer)}.values()
         self.factor = factor
         self.multiplied: Multiplied = vars(optimizer)[MULTIPLIED]
         self.made: dict[int, tuple[Tensor, Tensor, int]] = {}

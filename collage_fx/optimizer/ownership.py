@@ -114,6 +114,11 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in groups_of(optimizer) for p in group["params"]]
 
 
+def params_within(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer and of those that it wraps, for each that has them."""
+    return [p for one in family(optimizer) for p in params_of(one)]
+
+
 def bytes_by_kind(optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of parameters, of gradients, of each kind of state, and of changes."""
     found: dict[str, int] = {}
