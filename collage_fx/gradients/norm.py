@@ -44,8 +44,9 @@ class GradientNorm:
             gradients: those that it has now.
 
         Returns:
-            A 0-d tensor, in float64 or fp32, on the device of the first gradient. Of DTensors all
-            shards count, and all processes get the same.
+            A 0-d tensor, in float64 or fp32, on the device of the gradients; on the CPU if they are
+            on several, each of which takes a factor from there. Of DTensors all shards count, and
+            all processes get the same.
 
         Raises:
             UnsupportedError: a gradient is a DTensor that is yet to be reduced over its mesh.
@@ -113,9 +114,11 @@ def _sum(gradients: list[Tensor]) -> Tensor:
         sums.append(one)
     if not sums:
         return sum_of_squares([])
+    if len({one.device for one in sums}) > 1:
+        sums = [one.cpu() for one in sums]
     first, *others = sums
     for one in others:
-        first = first + one.to(first.device, first.dtype)
+        first = first + one.to(first.dtype)
     return first
 
 

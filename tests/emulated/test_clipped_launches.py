@@ -1,6 +1,6 @@
 """Launches of a step that clips gradients by their norm: none of them waits for it.
 
-For gradients.clipping and runtime.kernels.sum_of_squares.
+For gradients.clipping, gradients.norm and runtime.kernels.sum_of_squares.
 """
 
 import contextlib
@@ -9,10 +9,11 @@ import cuda_emulator as emulator
 import pytest
 import torch
 from emulated_steps import captured, parameters, quiet_step, warm_up
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import collage_fx
 from collage_fx.errors import NonFiniteError
+from collage_fx.gradients.norm import gradients_of, norm_over
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
@@ -45,3 +46,15 @@ def test_a_clipped_step_is_captured() -> None:
     assert "capture violations" not in emulator.read()
     emulator.counted(graph.replay)
     assert emulator.kernels()["multi_tensor"] == 2
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_gradients_on_two_devices_take_a_factor_from_the_cpu(devices: tuple[str, ...]) -> None:
+    params = [torch.nn.Parameter(torch.ones(8, 8, device=device)) for device in devices]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = SGD(params, lr=0.1)
+    total = norm_over([optimizer]).sum_of_squares(optimizer, gradients_of(optimizer))
+    assert total.device.type == ("cpu" if "cpu" in devices else "cuda")
+    for p in params:
+        assert torch.mul(p.grad, total).device == p.device  # raises from one device to another
