@@ -33,8 +33,8 @@ from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.discovery import init_of_torch, makes_states
 from collage_fx.optimizer.ownership import owned_tensors, params_of, rates, stateless
 from collage_fx.optimizer.storage_patterns import Patterns
+from collage_fx.passes.dedup.denominator import one_denominator
 from collage_fx.passes.dedup.repeated_tensors import divide_repeated
-from collage_fx.passes.frontend.denominator import one_denominator
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.passes.ir.verdict import VerdictKind
 from collage_fx.record.mode import Cause

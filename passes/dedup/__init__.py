@@ -1,1 +1,1 @@
-"""Before AOTAutograd: leave one member of each class of like parameters in the graph."""
+"""Before AOTAutograd: one member of each class of like parameters, and finite quotients."""

@@ -1,6 +1,6 @@
 """A learning rate of 0, as every warmup from 0 has it first, gives what eager PyTorch gives.
 
-For passes.frontend.denominator.
+For passes.dedup.denominator.
 """
 
 from typing import Any
