@@ -40,8 +40,9 @@ PASSES: tuple[Callable[[Program], None], ...] = (
 def run_passes(program: Program, *, snapshots: bool = False) -> Program:
     """Run every pass in order, verifying what each leaves; return the same program.
 
-    Stops after `join` when that has made the graph, or no state is to be compensated; and where a
-    member cannot stand for others, leaving `result` None.
+    Stops after `join` when that has made the graph, or no state is to be compensated, or slices are
+    to read more of states; and where a member cannot stand for others. `result` is None then, but
+    in the first case.
 
     Args:
         program: with a source, and nothing else.
@@ -66,6 +67,7 @@ def run_passes(program: Program, *, snapshots: bool = False) -> Program:
                 program.snapshots[name] = UNCHANGED if after == before else after
                 before = after
         done = program.result is not None or not any(s.compensated for s in program.plan)
+        done |= bool(program.wholes)
         if run is join and done:
             break
     return program

@@ -98,6 +98,8 @@ def _define_storage(s: registry.Storage) -> None:
 for _storage in registry.STORAGES.values():
     _define_storage(_storage)
 
+JOINS = frozenset(JOIN.values())
+
 _define("changed(Tensor old, Tensor new) -> Tensor", layouts.changed)
 
 # round(x, dtype): x, of a wide dtype, rounded to the nearest value of dtype; the result stays wide.

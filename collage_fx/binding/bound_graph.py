@@ -51,6 +51,8 @@ class BoundGraph:
         """The states of 16 bits that it writes, with the verdicts."""
         fixed = [*attributes, *counted_up, *(t for t, _ in self.written)]
         fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
+        self.read = [pair for one in known for pair in one.read]
+        """The states that it only reads, which others write between its calls."""
         contents, residuals = _contents(args, known, fixed)
         self.runs: _Kernels | Calls
         try:
@@ -65,6 +67,8 @@ class BoundGraph:
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph; return its results, or None, with nothing done, if it cannot."""
         if self.generation != STORE.generation or not self.snapshot.holds(args):
+            return None
+        if not all([r.expected is None and r.belongs(t) for t, r in self.read]):
             return None
         return self.runs.run(args)
 
@@ -117,7 +121,8 @@ class Calls:
         """
         self.code, self.snapshot = code, TensorSnapshot(contents)
         self.known = [
-            _Known(one.current, [], one.bits, note=settling(self.snapshot, one)) for one in known
+            _Known(one.current, [], one.read, one.bits, note=settling(self.snapshot, one))
+            for one in known
         ]
 
     def run(self, args: tuple[Any, ...]) -> Any:
@@ -137,6 +142,8 @@ def _contents(
     """
     current = current_residuals(known)
     written, residuals = [t for t, _ in current.values()], [r for _, r in current.values()]
+    read = {id(t): (t, r) for one in known for t, r in one.read}
+    fixed = [*fixed, *(t for t, _ in read.values())]
     guarded = list({id(t): t for t in (*fixed, *written)}.values())
     place = {id(x): i for i, x in reversed(list(enumerate(args)))}
     taken = {id(t) for t in guarded}
@@ -146,7 +153,7 @@ def _contents(
         raise Unrepeatable("there are tensors of classes with code of their own, or no versions")
     contents = Contents(
         guarded=guarded,
-        others=memory_of(residuals),
+        others=memory_of([*residuals, *(r for _, r in read.values())]),
         written=written,
         given=present,
         arguments=[place.get(id(t), -1) for t in guarded],

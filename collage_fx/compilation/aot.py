@@ -348,6 +348,10 @@ class Compilation:
             # A running maximum of a second moment, which needs both words too.
             if program.takers and program.unlike is None:
                 program = run_passes(begun(program.takers), snapshots=self.session.keep)
+            # An average of weights that another optimizer updates.
+            if program.wholes and program.unlike is None:
+                again = begun(program.keep, program.wholes)
+                program = run_passes(again, snapshots=self.session.keep)
         if program.called and program.result is not None:
             self.calls = calls_of_members(program)
         unlike = program.unlike or inputs.note_results(program, gm)

@@ -29,6 +29,8 @@ class Gathered:
     """States with residuals that the graph reads and writes, each with its residual."""
     replaced: list[tuple[Tensor, Residual]]
     """States with residuals that the graph overwrites without compensation."""
+    read: Sequence[tuple[Tensor, Residual]] = ()
+    """States with residuals that the graph only reads."""
     bits: Sequence[Tensor | None] = ()
     """Bits of the changes of each current state, None if the graph sets none; empty if it sets
     none at all."""
@@ -36,10 +38,11 @@ class Gathered:
     @property
     def inputs(self) -> list[Tensor]:
         """The inputs of the graph that they are: residuals, each with its bits behind it."""
+        read = [c for _, r in self.read for c in r.components]
         if not self.bits:
-            return [c for _, r in self.current for c in r.components]
+            return [c for _, r in self.current for c in r.components] + read
         pairs = zip(self.current, self.bits, strict=True)
-        return [x for (_, r), b in pairs for x in (*r.components, b) if x is not None]
+        return [x for (_, r), b in pairs for x in (*r.components, b) if x is not None] + read
 
     @property
     def leaves_unnoted(self) -> bool:
@@ -125,10 +128,23 @@ class Residuals:
         if generation != STORE.generation:  # some were laid out anew
             clear_stale(current, self.named)
         written = [tensor for f in self.others if (tensor := f(args)) is not None]
-        replaced = zip(written, STORE.of(written), strict=True)
+        replaced: Any = zip(written, STORE.of(written), strict=True)
+        replaced = [(t, r) for t, r in replaced if r is not None]
+        count = self.count_written
+        current, read = current[:count], current[count:]
         changed = self.session.config.changed
-        bits = STORE.bits_for(current, self.carried) if changed else ()
-        return Gathered(current, [(t, r) for t, r in replaced if r is not None], bits)
+        bits = STORE.bits_for(current, self.carried[:count]) if changed else ()
+        return Gathered(current, replaced, read, bits)
+
+    @property
+    def reads_others(self) -> bool:
+        """True if there are states that the graph only reads."""
+        return self.count_written < len(self.carried)
+
+    @functools.cached_property
+    def count_written(self) -> int:
+        """The number of states that the graph writes; those that it only reads come last."""
+        return sum(c.index in self.plan for c in self.carried)
 
     @functools.cached_property
     def named(self) -> Callable[[str], str]:

@@ -281,6 +281,11 @@ class Code:
     """True once the residuals that its states were made with are kept or dropped."""
 
     @property
+    def reads_others(self) -> bool:
+        """True if it reads states that it does not write, with their residuals or to get them."""
+        return bool(self.reads) or any(s.residuals.reads_others for s in self._sides())
+
+    @property
     def returns_from_parts(self) -> bool:
         """True if the graph is compiled in parts and returns anything."""
         return any(map(_results_of, self.parts))

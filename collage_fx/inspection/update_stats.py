@@ -73,7 +73,8 @@ class GraphUpdates(Look):
         """Look at the inputs of a graph; copy those that it overwrites."""
         if exact is None:
             return
-        residuals = [(r.storage, r.components) for _, r in observed.residuals.current]
+        gathered = observed.residuals
+        residuals = [(r.storage, r.components) for _, r in (*gathered.current, *gathered.read)]
         count = len(observed.inputs) - len(observed.residuals.inputs)
         inputs = observed.inputs[:count]
         try:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collage_fx.optimizer.ownership import Owned
+from collage_fx.hooks.optimizer_hooks import optimizers
+from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.memory import has_memory, new_memory, span, tensor_on
 from collage_fx.runtime.residuals.residual import Residual, warn_of_cleared
@@ -252,10 +253,13 @@ class Memories(dict[int, KnownMemory]):
         """Have the next reader see whether those that were met in this step are as it leaves them.
 
         The next reader is a later step, or a graph in this one. Versions do not tell: the states
-        may be reached through `.data`, or be views made anew.
+        may be reached through `.data`, or be views made anew. Of the states of another optimizer
+        they do: its steps write them in between.
         """
+        others = owners_of(optimizers()) if self.met else {}
         for owned in self.met:
-            if (residual := STORE.get(owned.tensor)) is not None:
+            residual = STORE.get(owned.tensor) if id(owned.tensor) not in others else None
+            if residual is not None:
                 residual.expected = same_bits(owned.tensor)
 
 

@@ -84,6 +84,8 @@ class RepeatedStep:
         assert code is not None and args is not None
         known = [call.residuals for call in code.begin(args)]
         current = current_residuals(known)
+        if any([one.read for one in known]):
+            raise Unrepeatable("it reads states that others write")
         taken = args if code.parts else noted.calls[0].inputs
         numbers = numbers_taken(optimizer, stand_ins.sources, args, taken)
         places = list(numbers.values())

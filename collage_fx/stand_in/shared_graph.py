@@ -120,7 +120,7 @@ class SharedGraph:
     def _take_up(self, code: Code, observed: Observed) -> None:
         """Note the kernels of the graph, and their operands."""
         direct, side, count = code.direct, code.side, len(self.inputs)
-        if direct is None or side is None or not direct.only_kernels or code.reads:
+        if direct is None or side is None or not direct.only_kernels or code.reads_others:
             raise NotShared("it does more than to call kernels")
         if any(not isinstance(self.inputs[i], int) for i in direct.inputs if i < count):
             raise NotShared("what Inductor has compiled takes a tensor, such as a rate")
@@ -208,7 +208,7 @@ class SharedGraph:
             residual.lent = ()
         changed = session.config.changed
         bits = STORE.bits_for(current, [c for _, c in self.carried]) if changed else ()
-        gathered = Gathered(current, [], bits)
+        gathered = Gathered(current, [], bits=bits)
         current_residuals([gathered])
         floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]
         of_all = session.shared_numbers()

@@ -86,7 +86,7 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
             continue
         if index in compensated:
             found[node] = carried[index]
-        elif index not in carried and node.users:
+        elif index not in program.read_whole and index not in carried and node.users:
             read = program.describe(index, node)
             if read.owner in owners and compensable_in(read, program.settings.storage):
                 found[node] = read
@@ -147,11 +147,12 @@ def _missed(
         certain: those which have a low word, or will have one, for certain.
         how: what they do.
     """
+    written = {c.index for c in program.carried}
     for x in dict.fromkeys(found):
         if x in certain:
             for state in program.alike(states[x]):
                 yield f"{state.name} {how} with its high word only"
-        else:
+        if states[x].index not in written:
             program.reads |= {c.index: c.name for c in program.alike(states[x])}
 
 

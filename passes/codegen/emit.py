@@ -37,12 +37,13 @@ from collage_fx.passes.ir.program import (
     Slice,
     Unlike,
     graph_of,
+    low_word,
     other_outputs,
     value_of,
 )
 from collage_fx.passes.rewrite.residual_inputs import add_residuals
 from collage_fx.passes.rewrite.roundings import keep_shared_roundings
-from collage_fx.runtime.ops import collage
+from collage_fx.runtime.ops import JOINS, collage
 from collage_fx.runtime.storage import changed_bits, nibbles
 from collage_fx.runtime.storage.positions import positions
 from collage_fx.runtime.storage.registry import Storage
@@ -127,6 +128,8 @@ class _Emitter:
         self.region = functools.cache(_region_of)
         self.others = LeftOutMembers(program, self.graph)
         self.seeds: dict[torch.device, Node] = {}
+        self.lows: list[Node] = []
+        """Nodes that stand for residuals of states that the graph only reads."""
 
     def run(self) -> None:
         """Fill in `result` and `residual_inputs` of the program; or nothing, if it is `unlike`."""
@@ -138,13 +141,14 @@ class _Emitter:
             self.others.add_inputs(self.env)
             if any(self.others.mixes(m) for r in self.program.rewritten for m in r.members):
                 return
+            self.lows = [n for n in nodes if n.target is low_word]
             self._choose()
             updated = [s.member for stamps in self.together.values() for s in stamps]
             updated += [m for scalars in self.scalars.values() for m in scalars.members]
             replaced = {n for s in self.stamps for n in s.member.nodes}
             replaced |= {n for member in updated for n in member.nodes}
             last = [n for n in nodes if n.op == "output" or n.target is aten.copy_.default]
-            rest = set(nodes) - replaced - set(last) - set(placeholders)
+            rest = set(nodes) - replaced - {*last, *placeholders, *self.lows}
             self._interleave([n for n in nodes if n in rest])
             vectors = {r: self._vectors(one, self.together[r]) for r, one in self.scalars.items()}
             for rewritten, stamps in self.together.items():
@@ -167,8 +171,34 @@ class _Emitter:
     def _copy(self, node: Node) -> None:
         if node.target in LERP:
             self.env[node] = self._polyfilled_lerp(node)
+        elif node.target in JOINS:
+            join: Any = node.target
+            words = map(self.env.__getitem__, node.all_input_nodes)
+            self.env[node] = self._traced(join, *words)
         else:
             self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+
+    def _read_whole(self, stamps: Sequence[_Stamp]) -> None:
+        """Append the residuals of states that the graph only reads, for what stands for them."""
+        add = functools.partial(add_residuals, self.program, self.graph)
+        place = {node: index for index, node in enumerate(self.env)}
+        made: dict[Any, tuple[list[Node], list[list[Node]]]] = {}
+        for low in self.lows:
+            state: Any
+            k: Any
+            state, k = low.args
+            if state not in made:
+                carried = self.program.describe(place[state], state)
+                ours = add(carried, f"{state.name}_lo", carried.present)
+                others = self.others.instead_of(carried.index)
+                name = f"{state.name}_other"
+                made[state] = ours, [add(c, f"{name}{c.index}_lo", c.present) for c in others]
+            self.env[low] = made[state][0][k]
+        for stamp in stamps:
+            for state in made.keys() & stamp.member.inputs:
+                ours, theirs = made[state]
+                for other, its in zip(stamp.others if theirs else (), theirs, strict=True):
+                    other.instead |= dict(zip(ours, its, strict=True))
 
     def _polyfilled_lerp(self, node: Node) -> Node:
         """Return lerp as Dynamo had it before `canonicalize`; Inductor has no lowering for it."""
@@ -202,8 +232,10 @@ class _Emitter:
                 self.stamps += stamps
             else:
                 self.together[rewritten] = stamps
+        every = list(itertools.chain(self.stamps, *self.together.values()))
+        self._read_whole(every)
         # The last inputs, behind all residuals.
-        for stamp in itertools.chain(self.stamps, *self.together.values()):
+        for stamp in every:
             if stamp.rewritten.by_chance:
                 stamp.chance = [self._seed(stamp.state.val.device)]
         for stamp in self.stamps:

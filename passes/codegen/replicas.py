@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from collage_fx.passes.ir.program import Copies, Program, Slice, Unlike, value_of
+from collage_fx.passes.ir.program import Carried, Copies, Program, Slice, Unlike, value_of
 from collage_fx.passes.rewrite.residual_inputs import add_members
 from collage_fx.runtime.ops import collage
 
@@ -91,6 +91,14 @@ class LeftOutMembers:
         return [
             LeftOutMember(dict(o.instead), o.like) for copies in found for o in self.inputs[copies]
         ]
+
+    def instead_of(self, index: int) -> list[Carried]:
+        """Return the inputs that left-out members have in the place of one of its own."""
+        for copies in self.program.copies:
+            for k, i in enumerate(copies.inputs):
+                if i == index and k not in copies.shared:
+                    return [other[k] for other in copies.others]
+        return []
 
     def taken_alone(self, member: Slice) -> set[Node] | None:
         """Return, before `emit`, what only this member takes; None if it stands for no others."""

@@ -18,6 +18,7 @@ from collage_fx.passes.frontend.decompose import (
 )
 from collage_fx.passes.frontend.single_elements import combines_single_elements, returns_operand
 from collage_fx.passes.frontend.slice import shape_of
+from collage_fx.passes.frontend.whole_reads import read_whole
 from collage_fx.passes.ir.graph_memory import ORIGIN, OpOverload, base_of, note_origin
 from collage_fx.passes.ir.program import CONVERT, Program, compensable_in, is_tensor, value_of
 
@@ -127,6 +128,7 @@ def canonicalize(program: Program) -> None:
         builder.take(node)
     _one_value_for_each_storage(program, builder.graph)
     _zeros_by_elements(program, builder.graph)
+    read_whole(program, builder.graph)
     builder.graph.eliminate_dead_code(
         is_impure_node=lambda n: (
             n.op in ("placeholder", "output") or n.target is aten.copy_.default or n.is_impure()

@@ -16,6 +16,7 @@ from collage_fx.passes.ir.program import (
     is_tensor,
     value_of,
 )
+from collage_fx.runtime.ops import JOINS
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def elementwise(node: Node) -> bool:
     """Return True if each element of the result depends on one element of each operand."""
     if node.op != "call_function" or not is_tensor(node) or node.target is aten.copy_.default:
         return False
-    if node.target in SAME_VALUE:
+    if node.target in SAME_VALUE or node.target in JOINS:
         return True
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

@@ -19,8 +19,10 @@ from collage_fx.passes.ir.program import (
     Slice,
     StateClass,
     graph_of,
+    low_word,
     value_of,
 )
+from collage_fx.runtime.ops import JOINS
 from collage_fx.runtime.storage.registry import STORAGES, value_in_float64
 
 aten = torch.ops.aten
@@ -169,7 +171,7 @@ def _function(one: StateClass) -> Function:
     for part in one.members:
         for node in part.inputs:
             # In float64 it would be another than the step has had, which may be meant in 16 bits.
-            if value_of(node).dim() and not _is_given(node):
+            if value_of(node).dim() and not _is_given(node) and node.target is not low_word:
                 raise NotExact(f"an update is made of what {node.target} makes")
     part = one.representative
     new = {c.index: value for c, _, value in part.states}
@@ -271,6 +273,8 @@ class Member:
 
     def _input(self, node: Node) -> Words:
         """Return an input of the slice: of the graph, or made by what is in no slice."""
+        if node.target is low_word:
+            return Words(None)  # the state itself has its low words
         if node.op != "placeholder":
             return Words(self._value(node))
         index = self.call.graph.place[node]
@@ -309,6 +313,9 @@ def in_float64(nodes: Sequence[Node], inputs: Sequence[Node], wanted: Sequence[N
     graph = Graph()
     env: dict[Node, Any] = {n: graph.placeholder(f"input{i}") for i, n in enumerate(inputs)}
     for node in nodes:
+        if node.target in JOINS:
+            env[node] = env[node.all_input_nodes[0]]
+            continue
         if node.target is CONVERT:
             operand: Any = node.args[0]
             if value_of(node).is_floating_point() and value_of(operand).is_floating_point():
@@ -342,6 +349,8 @@ def operation(node: Node) -> tuple[Any, Any, Any]:
     target: Any = node.target
     if node.op != "call_function":
         raise NotExact(f"{target} is a constant of the graph")
+    if target is low_word:
+        raise NotExact("a residual has no value by itself")
     if getattr(target, "namespace", "aten") not in ("aten", "prims"):
         raise NotExact(f"{target} is not done twice")
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import sympy
 import torch
@@ -311,6 +311,8 @@ class Program:
     """Members that stand for more than one."""
     keep: frozenset[int] = frozenset()
     """Positions of the states that keep a residual whatever their own recurrence is."""
+    read_whole: frozenset[int] = frozenset()
+    """Positions of the states that slices read with their residuals, and do not write."""
     joins: bool = False
     """True if `join` may do the whole graph on joined values, which is left to a recorder else."""
     number: Callable[[Node], float | None] = lambda node: None
@@ -327,6 +329,8 @@ class Program:
     reads: dict[int, str] = field(default_factory=dict)
     """Positions and names of states that the graph does not write, and of which it would need a
     low word."""
+    wholes: frozenset[int] = frozenset()
+    """Positions of the states which, read with their residuals, would make `join` unnecessary."""
     weighty: frozenset[int] = frozenset()
     """Positions of the states that enter the update of another with weight: each needs a low word
     whatever its own recurrence is, and may have one by now."""
@@ -411,6 +415,11 @@ def graph_of(module: GraphModule | None) -> GraphModule:
     if module is None:
         raise AssertionError("a pass ran before the one that makes its input")
     return module
+
+
+def low_word(state: object, k: int) -> NoReturn:
+    """Stand for component k of a state's residual in a graph, until `emit` has an input for it."""
+    raise AssertionError("a graph with such a node is not run")
 
 
 class Value:

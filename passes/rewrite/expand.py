@@ -26,7 +26,7 @@ from collage_fx.passes.rules.builder import Builder, Call, Components, Decayed, 
 from collage_fx.passes.rules.join_split import join_op_split
 from collage_fx.runtime.errors import RuleError, UnsupportedError, own_name
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
-from collage_fx.runtime.ops import JOIN, SPLIT, SPLIT_BY_CHANCE, collage
+from collage_fx.runtime.ops import JOIN, JOINS, SPLIT, SPLIT_BY_CHANCE, collage
 
 aten = torch.ops.aten
 
@@ -248,6 +248,8 @@ class _Wide(_Expander):
         super().__init__(rewritten)
         dtypes = (self.part.states[i][0].val.dtype for i in rewritten.storages)
         self.double = any(WIDER[dtype] == torch.float64 for dtype in dtypes)
+        self.words: dict[Node, Node] = {}
+        """Inputs as they are given, for operations that join them."""
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which values of a dtype are computed."""
@@ -259,7 +261,7 @@ class _Wide(_Expander):
         storages = dict(zip(residuals, self.rewritten.storages.values(), strict=True))
         for node in self.part.inputs:
             self.origin, new = node, self.env[node]
-            dtype = new.meta["dtype"]
+            dtype, self.words[node] = new.meta["dtype"], new
             if node in residuals:
                 join = JOIN[storages[node]]
                 new = self.op(join, new, *residuals[node], dtype=WIDER[dtype])
@@ -296,6 +298,9 @@ class _Wide(_Expander):
                 return x if x.meta["scalar"] else self.convert(x, self._wide(dtype))
             return self.convert(x, self._wide(dtype))
         wide = self._wide(dtype)
+        if node.target in JOINS:
+            words = map(self.words.__getitem__, node.all_input_nodes)
+            return self.convert(self.op(node.target, *words, dtype=dtype), wide)
         taken: Any = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.env.__getitem__)
         args, kwargs = taken
         if node.target in LERP:

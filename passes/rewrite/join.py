@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate, map_arg
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
 from collage_fx.passes.frontend.decompose import COMPARISONS, compare
+from collage_fx.passes.frontend.whole_reads import may_be_read_whole
 from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
@@ -69,18 +70,22 @@ def join(program: Program) -> None:
         copy_ = aten.copy_.default(arg0_1, hi)
         copy__1 = aten.copy_.default(arg0_1_lo, lo)
     """
+    read = _read(program)
+    anew = [c for c in read.values() if c.index not in program.read_whole]
+    if anew and may_be_read_whole(program, anew):
+        program.wholes = program.read_whole.union(c.index for c in anew)
+        return
     # With takers the graph is compiled again, with residuals for these.
     if not program.joins or (program.takers and not program.keep):
         return
-    read = _read(program)
-    why = _loss(program, read)
+    why = _loss(program) or next((f"{c.name} is read, and has a residual" for c in anew), "")
     if why and program.copies and not program.called:
         program.unlike = Unlike(f"the graph is done on joined values, as {why}")
     elif why and not _obstacle(program, read):
         _Joiner(program, read, why).run()
 
 
-def _loss(program: Program, read: dict[Node, Carried]) -> str:
+def _loss(program: Program) -> str:
     """Return the loss that slices would have; empty if none."""
     params = {c.index for c in program.carried if c.owner == "param"}
     for state in (s for s in program.plan if s.compensable):
@@ -89,15 +94,17 @@ def _loss(program: Program, read: dict[Node, Carried]) -> str:
         anew = program.is_step and state.index in params and state.computed_anew
         if anew and not state.compensated:
             return f"{state.name} is computed anew, and not added to"
-    if program.lost:
-        return program.lost[0]
-    return next((f"{c.name} is read, and has a residual" for c in read.values()), "")
+    return program.lost[0] if program.lost else ""
 
 
 def _read(program: Program) -> dict[Node, Carried]:
-    """Return the states that the graph only reads, but with the residual that they have."""
-    inputs = program.source.graph.find_nodes(op="placeholder")
-    found = {inputs[i]: program.describe(i, inputs[i]) for i in program.reads}
+    """Return the states that the graph only reads, but with the residual that they have.
+
+    Of those that members left out read in their places, the first is in the graph.
+    """
+    inputs = dict(enumerate(program.source.graph.find_nodes(op="placeholder")))
+    wanted = program.reads.keys() | program.read_whole
+    found = {inputs[i]: program.describe(i, inputs[i]) for i in inputs.keys() & wanted}
     return {node: carried for node, carried in found.items() if carried.present}
 
 

@@ -74,6 +74,7 @@ def test_value_that_outlives_a_graph_keeps_its_low_word(update: Any) -> None:
     assert plain > 0.5
 
 
+@pytest.mark.filterwarnings("ignore:.*in one compiled graph")
 def test_without_the_switch_it_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # In the second step: from the third on all is recorded, as p is written outside of graphs.
     monkeypatch.setattr(Backend, "hands_on", lambda self, gm: False)
