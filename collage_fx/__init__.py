@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collage_fx.api import compile, compile_, report
+    from collage_fx.averages.averaged import EMA, SWA
     from collage_fx.callbacks import (
         compile_callback,
         lightning_callback,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "EMA",
+    "SWA",
     "CollageConfig",
     "CollageError",
     "CollageWarning",
@@ -74,6 +77,7 @@ _HOMES = {
     "diagnosis.doctor": ("Doctor", "doctor"),
     "diagnosis.finding": ("Finding",),
     "api": ("compile", "compile_", "report"),
+    "averages.averaged": ("EMA", "SWA"),
     "changes.taken": ("take_changes",),
     "callbacks": (
         "compile_callback",

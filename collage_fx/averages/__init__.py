@@ -1,0 +1,1 @@
+"""Averages of the weights of a model, each with a residual."""

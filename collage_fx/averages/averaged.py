@@ -1,0 +1,337 @@
+"""Averages of the weights of a model: `EMA` and `SWA`."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from collage_fx.averages import saved
+from collage_fx.averages.average_step import AverageStep, move, on_device
+from collage_fx.averages.exchange import exchange, is_fsdp, reshard
+from collage_fx.config import CollageConfig
+from collage_fx.errors import OptionError, SubjectError
+from collage_fx.inspection.values import value
+from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import chosen
+from collage_fx.runtime.storage.state_name import StateName
+
+
+class Swapped:
+    """Context after `swap`, at whose end model and average have their own values again."""
+
+    def __init__(self, average: "_Average", model: Module) -> None:
+        self.average, self.model = average, model
+
+    def __enter__(self) -> None:
+        """Leave the values exchanged."""
+
+    def __exit__(self, *error: object) -> None:
+        """Exchange the values again, unless that was done within the context."""
+        if self.average.swapped:
+            self.average.swap(self.model)
+
+
+class _Average(AveragedModel):
+    """Base of both averages: an AveragedModel whose parameters have residuals."""
+
+    def __init__(
+        self,
+        model: Module,
+        storage: str | Mapping[str, str] | None,
+        device: int | torch.device | None,
+        use_buffers: bool,
+    ) -> None:
+        self._check(model)
+        reshard(model)
+        sharded = any(map(is_fsdp, model.modules()))
+        options = {} if storage is None else {"storage": storage}
+        choice = CollageConfig(**options).storage  # type: ignore[arg-type]
+        super().__init__(_Weights(model) if sharded else model, device, use_buffers=use_buffers)
+        self.options = options
+        self.swapped = False
+        """True between two calls of `swap`."""
+        self._count: int | None = 0
+        """What `n_averaged` is, which may be on a device; None if that was loaded."""
+        self._step: AverageStep | None = None
+        for name, p in self.module.named_parameters():
+            storage = chosen(choice, StateName(None, name), p.dtype, scalar=p.dim() == 0)
+            if storage and p.dtype in LOW_PRECISION:
+                STORE.ensure(shard_of(p), storage, StateName(None, name), place=place_of(p))
+        saved.watch(self)
+
+    def _share(self, count: int) -> float:
+        """Return the share of the way to the next value, after a number of values."""
+        raise NotImplementedError
+
+    @property
+    def optimizer(self) -> AverageStep:
+        """The optimizer whose step moves the averages: `report`, `explain` take it."""
+        if self._step is None:
+            averages = ((n, t) for n, t in self._named(self.module) if t.is_floating_point())
+            self._step = AverageStep(averages, **self.options)
+        return self._step
+
+    def update_parameters(self, model: Module) -> None:
+        """Take the values that a model has now into the average.
+
+        The first ones are taken as they are. Buffers are copied, unless `use_buffers` is true.
+
+        Args:
+            model: of the parameters, and buffers, of the one that it was made for.
+
+        Raises:
+            SubjectError: another model, or one that has its values exchanged with the average.
+        """
+        if self.swapped:
+            raise SubjectError("the average and its model are swapped: swap them back to update it")
+        pairs = self._pairs(model)
+        if self._count is None:
+            self._count = int(self.n_averaged)
+        if not self._count:
+            self._begin(pairs)
+        else:
+            self._move(pairs, self._share(self._count))
+        if not self.use_buffers:
+            for own, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
+                own.detach().copy_(theirs.detach())
+        self.n_averaged += 1
+        self._count += 1
+
+    def swap(self, model: Module) -> Swapped:
+        """Exchange the values of the model and the average, with their residuals, in place.
+
+        A second call exchanges them again: all words are what they were before the first. The
+        optimizer of the model goes on as if nothing had been.
+
+        Args:
+            model: as of `update_parameters`.
+
+        Returns:
+            A context at whose end they are exchanged again: `with average.swap(model): ...`
+
+        Raises:
+            SubjectError: another model.
+        """
+        every = {id(own): (own, theirs) for own, theirs in self._pairs(model, buffers=True)}
+        exchange(every.values())
+        self.swapped = not self.swapped
+        return Swapped(self, model)
+
+    def state_dict(self, *args: Any, residuals: bool = True, **kwargs: Any) -> Any:
+        """Return the state dict, with the residuals of parameters as further entries.
+
+        Args:
+            *args: as of `torch.nn.Module.state_dict`.
+            residuals: False for what `torch.optim.swa_utils.AveragedModel` loads strictly.
+            **kwargs: as of `torch.nn.Module.state_dict`.
+
+        Raises:
+            SubjectError: its values are exchanged with those of the model.
+        """
+        if self.swapped:
+            raise SubjectError("the average and its model are swapped: swap them back to save it")
+        result = super().state_dict(*args, **kwargs)
+        if residuals:
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            result |= saved.entries(self, prefix)
+        return result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the averaged module."""
+        return self.module(*args, **kwargs)
+
+    def _named(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        yield from module.named_parameters()
+        if self.use_buffers:
+            yield from module.named_buffers()
+
+    def _pairs(self, model: Module, *, buffers: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Return the averages with what is averaged in each; raises SubjectError."""
+        self._check(model)
+        reshard(model)
+        ours, theirs = list(self._named(self.module)), [t for _, t in self._named(model)]
+        if buffers and not self.use_buffers:
+            ours += self.module.named_buffers()
+            theirs += model.buffers()
+        if len(ours) != len(theirs):
+            raise SubjectError(
+                f"the average is of {len(ours)} tensors and the model has {len(theirs)}: pass the "
+                "model that it was made for"
+            )
+        for (name, own), their in zip(ours, theirs, strict=True):
+            facts = [(*t.shape, t.dtype, placed(t)) for t in (own, their)]
+            if facts[0] != facts[1]:
+                raise SubjectError(
+                    f"the average of {name} is {own.dtype} of shape {tuple(own.shape)}"
+                    f"{_where(own)}, and that of the model {their.dtype} of shape "
+                    f"{tuple(their.shape)}{_where(their)}: pass the model that it was made for"
+                )
+        return [(own, their) for (_, own), their in zip(ours, theirs, strict=True)]
+
+    @staticmethod
+    def _check(model: Any) -> None:
+        if not isinstance(model, Module):
+            raise SubjectError(f"an average is of a torch.nn.Module, got {type(model).__name__}")
+
+    @torch.no_grad()
+    def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Take over values, in the storages of the averages."""
+        for own, their in pairs:
+            shard = shard_of(own)
+            residual = STORE.get(shard)
+            if residual is None:
+                shard.copy_(shard_of(their))
+            else:
+                whole = shard_of(value(their)).to(shard.device)
+                STORE.assign(shard, whole, residual.storage, residual.name, place_of(own))
+
+    @torch.no_grad()
+    def _move(self, pairs: list[tuple[Tensor, Tensor]], share: float) -> None:
+        floats = [(a, v) for a, v in pairs if a.is_floating_point()]
+        move(self.optimizer, [on_device(v, a.device) for a, v in floats], share)
+        for a, v in pairs:
+            if not a.is_floating_point():  # a counter, say: as AveragedModel has it
+                self._of_integers([a.detach()], [v.detach().to(a.device)], self.n_averaged)
+
+    def _of_integers(self, averages: Any, values: Any, count: Any) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: with residuals, without the compiled step."""
+        own = {**vars(self), "_step": None}
+        return {**own, "_saved": {k: t.clone() for k, t in saved.entries(self, "").items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be the copy."""
+        state = dict(state)
+        entries = state.pop("_saved")
+        super().__setstate__(state)
+        saved.restore(self, saved.read(self, entries))
+
+
+class EMA(_Average):
+    """Exponential moving average of the weights of a model, in their dtype, with residuals.
+
+    After each `update_parameters(model)` it is decay * average + (1 - decay) * weights, of whole
+    values: it takes the residuals that `collage_fx.compile` gives the weights, and has its own. It
+    is a torch.optim.swa_utils.AveragedModel, called as the model is.
+
+    Args:
+        model: the module whose copy it begins as; of modules that FSDP2 has sharded it holds the
+            weights alone, to be used by `swap`.
+        decay: from 0 to 1.
+        storage: as of CollageConfig.
+        device: where it is to be, if not where the model is.
+        use_buffers: whether floating buffers are averaged too, and not copied.
+
+    Raises:
+        OptionError: a decay that is no number from 0 to 1; a storage that does not exist.
+        SubjectError: anything that is no module.
+
+    Examples:
+        >>> average = collage_fx.EMA(model, decay=0.9999)
+        >>> train(optimizer)
+        >>> average.update_parameters(model)
+        >>> with average.swap(model):
+        ...     loss = model(torch.ones(64, dtype=torch.bfloat16)).sum()
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        decay: float = 0.999,
+        *,
+        storage: str | Mapping[str, str] | None = None,
+        device: int | torch.device | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1 or math.isnan(decay):
+            raise OptionError(f"decay={decay!r} is no number from 0 to 1")
+        super().__init__(model, storage, device, use_buffers)
+        self.decay = decay
+        """The decay of the next update: it may change."""
+
+    def _share(self, count: int) -> float:
+        return 1 - self.decay
+
+    def _of_integers(self, averages: Any, values: Any, count: Any) -> None:
+        get_ema_multi_avg_fn(self.decay)(averages, values, count)
+
+
+class SWA(_Average):
+    """Equal average of the weights that a model had at each `update_parameters(model)`.
+
+    Whole values are averaged, as by `EMA`, and each average has a residual.
+
+    Args:
+        model: as of `EMA`.
+        storage: as of `EMA`.
+        device: as of `EMA`.
+        use_buffers: as of `EMA`.
+
+    Raises:
+        OptionError: a storage that does not exist.
+        SubjectError: anything that is no module.
+
+    Examples:
+        >>> average = collage_fx.SWA(model)
+        >>> for _ in range(3):
+        ...     train(optimizer)
+        ...     average.update_parameters(model)
+        >>> int(average.n_averaged)
+        3
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        *,
+        storage: str | Mapping[str, str] | None = None,
+        device: int | torch.device | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        super().__init__(model, storage, device, use_buffers)
+
+    def _share(self, count: int) -> float:
+        return 1 / (count + 1)
+
+    def _of_integers(self, averages: Any, values: Any, count: Any) -> None:
+        get_swa_multi_avg_fn()(averages, values, count)
+
+
+class _Weights(Module):
+    """Parameters and buffers of a module that cannot be copied, by the names that they have there.
+
+    They are the module's own, until this is copied.
+    """
+
+    def __init__(self, module: Module, made: dict[int, "_Weights"] | None = None) -> None:
+        super().__init__()
+        made = {} if made is None else made
+        made[id(module)] = self
+        for name, child in module._modules.items():
+            if child is not None:
+                self.add_module(name, made.get(id(child)) or _Weights(child, made))
+        for name, p in module._parameters.items():
+            self.register_parameter(name, p)
+        for name, buffer in module._buffers.items():
+            kept = name not in module._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=kept)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be called."""
+        raise SubjectError(
+            "the average of a model that FSDP2 has sharded holds its weights alone: call the model "
+            "within `with average.swap(model):`"
+        )
+
+
+def _where(tensor: Tensor) -> str:
+    found = placed(tensor)
+    return f", {found}" if found else ""
