@@ -57,12 +57,13 @@ class _Average(AveragedModel):
         self.swapped = False
         """True between two calls of `swap`."""
         self._count: int | None = 0
-        """What `n_averaged` is, which may be on a device; None if that was loaded."""
+        """The number of updates, as `n_averaged` has it on a device; None if that was loaded."""
         self._step: AverageStep | None = None
         for name, p in self.module.named_parameters():
             storage = chosen(choice, StateName(None, name), p.dtype, scalar=p.dim() == 0)
             if storage and p.dtype in LOW_PRECISION:
                 STORE.ensure(shard_of(p), storage, StateName(None, name), place=place_of(p))
+        self._begin(self._pairs(model))
         saved.watch(self)
 
     def _share(self, count: int) -> float:

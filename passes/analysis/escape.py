@@ -88,7 +88,8 @@ def _states(program: Program, owners: tuple[Owner, ...]) -> dict[Node, Carried]:
             found[node] = carried[index]
         elif index not in program.read_whole and index not in carried and node.users:
             read = program.describe(index, node)
-            if read.owner in owners and compensable_in(read, program.settings.storage):
+            known = read.owner in owners or read.present
+            if known and compensable_in(read, program.settings.storage):
                 found[node] = read
     return found
 

@@ -97,7 +97,10 @@ def test_averages_of_whole_values(kind: str, storage: Any) -> None:
 def test_the_first_values_are_taken_whole() -> None:
     model, step = run()
     step()
-    for average in (collage_fx.EMA(model), collage_fx.SWA(model)):
+    for kind in (collage_fx.EMA, collage_fx.SWA):
+        average = kind(model)
+        assert same(values(average.module), values(model))
+        step()
         average.update_parameters(model)
         assert same(values(average.module), values(model))
 

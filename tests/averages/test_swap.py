@@ -3,6 +3,7 @@
 For averages.exchange.
 """
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def tensors(module: nn.Module) -> list[Tensor]:
 
 
 def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    pairs = zip(sum(one, []), sum(other, []), strict=True)
+    pairs = zip(chain(*one), chain(*other), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
