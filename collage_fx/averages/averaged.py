@@ -11,12 +11,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from collage_fx.averages import saved
 from collage_fx.averages.average_step import AverageStep, move, on_device
-from collage_fx.averages.exchange import exchange, is_fsdp, reshard
+from collage_fx.averages.exchange import exchange, fsdp_modules, reshard
 from collage_fx.config import CollageConfig
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.inspection.values import value
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of
+from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import chosen
 from collage_fx.runtime.storage.state_name import StateName
@@ -49,20 +50,21 @@ class _Average(AveragedModel):
     ) -> None:
         self._check(model)
         reshard(model)
-        sharded = any(map(is_fsdp, model.modules()))
         options = {} if storage is None else {"storage": storage}
         choice = CollageConfig(**options).storage  # type: ignore[arg-type]
-        super().__init__(_Weights(model) if sharded else model, device, use_buffers=use_buffers)
+        copied = _Weights(model) if fsdp_modules(model) else model
+        super().__init__(copied, device, use_buffers=use_buffers)
         self.options = options
         self.swapped = False
         """True between two calls of `swap`."""
-        self._count: int | None = 0
-        """The number of updates, as `n_averaged` has it on a device; None if that was loaded."""
+        self._counted = 0, _state_of(self.n_averaged)
+        """The number of updates, and what `n_averaged`, on a device maybe, was when it was that."""
         self._step: AverageStep | None = None
         for name, p in self.module.named_parameters():
-            storage = chosen(choice, StateName(None, name), p.dtype, scalar=p.dim() == 0)
-            if storage and p.dtype in LOW_PRECISION:
-                STORE.ensure(shard_of(p), storage, StateName(None, name), place=place_of(p))
+            called = StateName(None, name)
+            kept = chosen(choice, called, p.dtype, scalar=p.dim() == 0)
+            if kept and p.dtype in LOW_PRECISION:
+                STORE.ensure(shard_of(p), kept, called, place=place_of(p))
         self._begin(self._pairs(model))
         saved.watch(self)
 
@@ -92,17 +94,18 @@ class _Average(AveragedModel):
         if self.swapped:
             raise SubjectError("the average and its model are swapped: swap them back to update it")
         pairs = self._pairs(model)
-        if self._count is None:
-            self._count = int(self.n_averaged)
-        if not self._count:
-            self._begin(pairs)
+        count, before = self._counted
+        if before != _state_of(self.n_averaged):
+            count = int(self.n_averaged)  # which was loaded, say
+        if count:
+            self._move(pairs, self._share(count))
         else:
-            self._move(pairs, self._share(self._count))
+            self._begin(pairs)
         if not self.use_buffers:
             for own, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
                 own.detach().copy_(theirs.detach())
         self.n_averaged += 1
-        self._count += 1
+        self._counted = count + 1, _state_of(self.n_averaged)
 
     def swap(self, model: Module) -> Swapped:
         """Exchange the values of the model and the average, with their residuals, in place.
@@ -331,6 +334,11 @@ class _Weights(Module):
             "the average of a model that FSDP2 has sharded holds its weights alone: call the model "
             "within `with average.swap(model):`"
         )
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what is another if a tensor was written, or replaced."""
+    return id(tensor), version(tensor)
 
 
 def _where(tensor: Tensor) -> str:

@@ -1,5 +1,6 @@
 """The exchange of the values of tensors, with their residuals."""
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,15 +60,11 @@ def reshard(model: Module) -> None:
 
     What is gathered is a copy of what the shards were, and so are the module's parameters then.
     """
-    for module in filter(is_fsdp, model.modules()):
-        fsdp: Any = module
-        fsdp.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
-def is_fsdp(module: Any) -> bool:
-    """Return True if a module is one that `torch.distributed.fsdp.fully_shard` has taken."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule  # takes time
-
-    return isinstance(module, FSDPModule)
+def fsdp_modules(model: Module) -> list[Any]:
+    """Return the modules that `torch.distributed.fsdp.fully_shard` has taken."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]

@@ -108,7 +108,6 @@ def _before_load(average: Any, state: dict[str, Any], prefix: str, *_: Any) -> N
 def _after_load(average: Any, _: Any) -> None:
     """Restore what was taken out, now that the parameters have their values."""
     loaded = vars(average).pop(_READ, {})
-    average._count = None
     anew = restore(average, loaded)
     if anew:
         warn(

@@ -65,6 +65,8 @@ class Gathered:
             if bits is not None and residual.changes is not None:
                 residual.changes.noted(tensor)
         settle_at_end(self.current)
+        # What is only read belongs to it as it did, unless versions tell nothing.
+        settle_at_end([(t, r) for t, r in self.read if r.renewed is not False or r.version < 0])
 
 
 def of_size(plan: StatePlan, tensor: Tensor) -> StatePlan:

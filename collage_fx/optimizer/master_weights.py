@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from collage_fx.config import CollageConfig
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.checkpoints.places import hand_on
+from collage_fx.optimizer.checkpoints.saved_residuals import names_entry
 from collage_fx.optimizer.ownership import Owned, compensated_tensors, owned_tensors
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
@@ -227,7 +228,7 @@ def _tensors(model_or_optimizer: nn.Module | Optimizer) -> dict[str, Tensor]:
         return {
             name: tensor
             for name, tensor in model_or_optimizer.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor)
+            if isinstance(tensor, Tensor) and not names_entry(name)
         }
     names: dict[str, Tensor] = {}
     for group in model_or_optimizer.param_groups:

@@ -52,7 +52,8 @@ def join(program: Program) -> None:
     """Make the graph that Inductor compiles, if slices would lose what joined values keep.
 
     That is so where a state would be refused, where `escape` has found a loss, where a parameter is
-    computed anew, and where a state that is only read has a residual. Each expansion enters the
+    computed anew, and where a state that is only read has a residual; if slices can read that, the
+    passes are to begin again, with `Program.wholes` in them. Each expansion enters the
     graph as the number that it is, in fp32 (float64 with arithmetic `eft`), the operations are done
     on these as they stand, without a rounding in between, and new values are split when they are
     stored: no operation needs a rule. Every state that may have a residual has one. There are no

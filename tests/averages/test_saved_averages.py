@@ -143,6 +143,17 @@ def test_weights_of_another_save_clear_them() -> None:
     assert not collage_fx.value(again.module[0].weight).isnan().any()
 
 
+def test_whole_averages_in_fp32() -> None:
+    model, average = made()
+    moved(model, average, 5)
+    whole = collage_fx.master_state_dict(average)
+    assert set(whole) == set(average.state_dict(residuals=False))
+    assert torch.equal(whole["module.0.weight"].double(), values(average)[0])
+    other = made()[1]
+    collage_fx.load_master_weights(other, whole)
+    assert same(values(other), values(average))
+
+
 def test_saving_needs_no_update_before() -> None:
     _, average = made()
     keys = average.state_dict().keys()
