@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from collage_fx import __version__
+from collage_fx.convert import script as conversion
 from collage_fx.diagnosis import script
 from collage_fx.errors import CollageError
 from collage_fx.inspection import scripts
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     script.add_command(commands)
     scripts.add_command(commands)
+    conversion.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)

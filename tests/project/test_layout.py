@@ -19,7 +19,7 @@ LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 PACKAGES = [
     *("__main__", "callbacks", "averages", "optim", "first_use", "api"),
-    *("inspection", "diagnosis", "budget", "step", "dynamo", "stand_in"),
+    *("inspection", "diagnosis", "convert", "budget", "step", "dynamo", "stand_in"),
     *("record", "segments", "binding"),
     "compilation",
     *("hooks", "gradients", "changes"),
