@@ -38,6 +38,7 @@ def printed(text: str) -> str:
     "docs/checkpoints.md-[01]",
     "docs/choosing.md-0",
     "docs/classes.md-0",
+    "docs/convert.md-0",
     "docs/debugging.md-[01]",
     "docs/reading.md-0",
     "docs/recipes.md-[01]",
