@@ -14,7 +14,7 @@ from collage_fx.convert.formats import LISTS, LOW, check_readable, format_of
 from collage_fx.convert.matching import match
 from collage_fx.convert.structure import DROPPED, SavedOptimizer, parts_of, replaced
 from collage_fx.convert.structure import Path as Place
-from collage_fx.convert.values import Source, error, source_of, stored
+from collage_fx.convert.values import Source, error, source_of, stored, whole
 from collage_fx.errors import CheckpointError, OptionError
 from collage_fx.optimizer.checkpoints.history import set_history
 from collage_fx.optimizer.checkpoints.reading import ENTRY, entry_of_group
@@ -22,7 +22,6 @@ from collage_fx.optimizer.checkpoints.saved_residuals import entries_of
 from collage_fx.optimizer.ownership import PARAM
 from collage_fx.runtime.progress import over
 from collage_fx.runtime.residuals.residual import Residual
-from collage_fx.runtime.storage.registry import value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 
 FP32 = "fp32"
@@ -181,11 +180,11 @@ class _Conversion:
     ) -> tuple[Tensor, Residual | None]:
         """Return a value in the new dtype, with its residual if it is to have one."""
         if self.to == FP32:
-            whole = value.to(torch.float32)
-            self.summary.note_error(name, value, whole)
-            return whole, None
+            rounded = value.to(torch.float32)
+            self.summary.note_error(name, value, rounded)
+            return rounded, None
         hi, residual = stored(value, dtype, self.to, name)
-        self.summary.note_error(name, value, value_in_float64(self.to, hi, residual.words(hi)))
+        self.summary.note_error(name, value, whole(self.to, hi, residual.words(hi)))
         return hi, residual
 
     def _kept(self, state: dict[Any, Any], index: int) -> dict[Any, Any]:

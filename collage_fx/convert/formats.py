@@ -16,6 +16,7 @@ from torch import Tensor
 from collage_fx.convert import flash
 from collage_fx.convert.structure import Parts, SavedOptimizer
 from collage_fx.errors import CheckpointError
+from collage_fx.optimizer.checkpoints.reading import ENTRY
 from collage_fx.optimizer.checkpoints.saved_residuals import is_entry
 from collage_fx.runtime.storage.registry import join_in
 
@@ -129,14 +130,19 @@ _REFUSED = {
     "gather_on_root": f"apex's DistributedFusedAdam ({_FLAT})",
 }
 """Keys -> the formats that are known and not read."""
-_PREFIXES = ("optimizer.distributed.dp_group_idx_", "optimizer.state.fp32_param.")
-"""Beginnings of names in Megatron's own checkpoints, `torch_dist`."""
+_TORCH_DIST = (
+    "optimizer.distributed.dp_group_idx_",
+    "optimizer.state.fp32_param.",
+    "optimizer.state.param.",
+)
+"""Parts of names in Megatron's own checkpoints, `torch_dist`. What it calls `param` there may be a
+remainder, as a number in fp32."""
 
 
 def check_readable(parts: Parts) -> None:
     """Raise CheckpointError for a checkpoint in a format that is known and not read."""
     names = [title for key, title in _REFUSED.items() if key in parts.keys]
-    if any(_PREFIXES[0] in key or _PREFIXES[1] in key for key in parts.keys):
+    if any(name in key for key in parts.keys for name in _TORCH_DIST):
         names.append("Megatron's torch_dist (steps and layers are kept apart from the tensors)")
     if names:
         raise CheckpointError(
@@ -153,7 +159,7 @@ def format_of(optimizer: SavedOptimizer) -> Format:
     """
     keys = {key for state in optimizer.states.values() for key in state}
     found = [peer for peer in PEERS if peer.mark in keys]
-    if any(is_entry(key) for key in keys):
+    if any(map(is_entry, keys)) or any(group.get(ENTRY) for group in optimizer.groups):
         found.append(OURS)
     found += [one for one in LISTS if one.mark in optimizer.around]
     if len(found) > 1:

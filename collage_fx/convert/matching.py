@@ -1,7 +1,7 @@
 """Parameters of a saved optimizer, and the weights of a model that they are."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -55,18 +55,16 @@ def match(
             why.append(f"{'.'.join(map(str, path)) or 'the model'}: {error}")
     if len(found) == 1:
         return next(iter(found.items()))
-    if found:
-        places = " and ".join(".".join(map(str, path)) or "the top" for path in found)
-        raise CheckpointError(
-            f"the optimizer's parameters fit the weights in {places}: it cannot be told whose they "
-            "are. Leave one of them out of the file"
-        )
-    raise CheckpointError(_shortest(why))
+    raise CheckpointError(_several(found) if found else "; ".join(why[:3]))
 
 
-def _shortest(reasons: Sequence[str]) -> str:
-    """Return the reason of the only model, or those of the first ones."""
-    return "; ".join(reasons[:3])
+def _several(places: Iterable[Path]) -> str:
+    """Return the reason why none of several models is taken."""
+    words = " and ".join(".".join(map(str, path)) or "the top" for path in places)
+    return (
+        f"the optimizer's parameters fit the weights in {words}: it cannot be told whose they are. "
+        "Leave one of them out of the file"
+    )
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Whole values of weights and moments, in each of the formats, and their forms in a storage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,17 @@ from collage_fx.optimizer.checkpoints.reading import ENTRY, read_residuals
 from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, without_entries
 from collage_fx.optimizer.ownership import PARAM
 from collage_fx.runtime.residuals.residual import Residual
-from collage_fx.runtime.storage.registry import check_compensable, split_into, value_in_float64
+from collage_fx.runtime.storage.registry import (
+    EXPANSIONS,
+    check_compensable,
+    join_in,
+    split_into,
+    value_in_float64,
+)
 from collage_fx.runtime.storage.state_name import StateName
 
+_CHUNK = 1 << 22
+"""Number of elements that are compared at once, in float64."""
 Place = tuple[int, str]
 """Position of a parameter, and key of its state, or PARAM."""
 
@@ -77,7 +85,7 @@ class Source:
                 f"the residual of {name} is not of the value that the checkpoint has of it: "
                 "weights and states are of different steps"
             )
-        return value_in_float64(saved.storage, tensor, parts)
+        return whole(saved.storage, tensor, parts)
 
     def stays(self, index: int) -> bool:
         """Return True for an fp32 parameter beside others in 16 bits, which is to stay one."""
@@ -149,12 +157,23 @@ def stored(
     return hi, residual
 
 
+def whole(storage: str, hi: Tensor, words: Sequence[Tensor]) -> Tensor:
+    """Return the value of a tensor and its residual, in fp32 where that holds all of them."""
+    if storage in EXPANSIONS or hi.dtype == torch.float32:
+        return value_in_float64(storage, hi, words)
+    return join_in(torch.float32, storage, hi, *words)
+
+
 def error(value: Tensor, held: Tensor) -> float:
     """Return the largest relative error of what is held of a value; 0 where it is exact.
 
     NaNs are equal, and infinities to themselves. Of a value that became infinite it is infinite.
     """
-    exact, found = value.to(torch.float64), held.to(torch.float64)
+    pairs = zip(*(t.reshape(-1).split(_CHUNK) for t in (value, held)), strict=True)
+    return max((_error(v.to(torch.float64), h.to(torch.float64)) for v, h in pairs), default=0.0)
+
+
+def _error(exact: Tensor, found: Tensor) -> float:
     differs = ~((exact == found) | ((exact != exact) & (found != found)))
     if not bool(differs.any()):
         return 0.0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peers import MARKS, Tree, checkpoint, fp32, take_steps, trained
+from saved import as_format_1
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -144,7 +145,7 @@ def test_ours_comes_back_by_remainder16_bit_for_bit(tmp_path: Path) -> None:
     assert same_trees(back, tree)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", [*STORAGES, "mcf3", "ulp4", "sr"])
 def test_ours_becomes_the_whole_values(storage: str, tmp_path: Path) -> None:
     model, optimizer = trained(torch.bfloat16, 0)
     collage_fx.compile_(optimizer, storage=storage, level="all")
@@ -158,6 +159,40 @@ def test_ours_becomes_the_whole_values(storage: str, tmp_path: Path) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(state[key], collage_fx.value(optimizer.state[p][key]).float())
     assert "collage_fx" not in out["optimizer"]["param_groups"][0]
+
+
+@pytest.mark.parametrize("storage", ["mcf3", "ulp4", "sr"])
+def test_ours_goes_on_in_another_storage(storage: str, tmp_path: Path) -> None:
+    tree = ours(storage)
+    out, summary = converted(tree, tmp_path, "remainder16")
+    assert summary.moments == 8 and max(summary.errors.values(), default=0) <= 2.0**-24
+    model, _ = resumed(out, storage="remainder16", level="all")
+    assert [r.dtype for r in collage_fx.residuals(model[0].weight)] == [torch.int16]  # type: ignore[index]
+
+
+def test_fp32_with_residuals_becomes_bf16_with_residuals(tmp_path: Path) -> None:
+    model, optimizer = trained(steps=0)
+    collage_fx.compile_(optimizer, storage="double_single", level="all")
+    take_steps(model, optimizer, 0, 3)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    out, summary = converted(tree, tmp_path, "remainder16")
+    assert 0 < max(summary.errors.values()) <= 2.0**-24
+    again, _ = trained(torch.bfloat16, 0)
+    restored = AdamW(again.parameters(), lr=1e-3)
+    collage_fx.compile_(restored)
+    again.load_state_dict(out["model"])
+    restored.load_state_dict(out["optimizer"])
+    for p, whole in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(collage_fx.value(p).float(), collage_fx.value(whole).float())
+
+
+def test_checkpoints_of_format_1(tmp_path: Path) -> None:
+    tree = ours("remainder16")
+    expected, _ = converted(tree, tmp_path, "fp32")
+    (tmp_path / "old").mkdir()
+    old = {**tree, "optimizer": as_format_1(tree["optimizer"])}
+    out, summary = converted(old, tmp_path / "old", "fp32")
+    assert summary.formats == ["collage_fx"] and same_trees(out, expected)
 
 
 @pytest.mark.parametrize(("to", "most"), [("mcf2", 2.0**-17), ("ulp8", 2.0**-16)])
