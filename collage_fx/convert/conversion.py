@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from collage_fx.convert import files
 from collage_fx.convert.formats import LISTS, LOW, check_readable, format_of
-from collage_fx.convert.matching import match
+from collage_fx.convert.matching import match, memory_of
 from collage_fx.convert.structure import DROPPED, SavedOptimizer, parts_of, replaced
 from collage_fx.convert.structure import Path as Place
 from collage_fx.convert.values import Source, error, source_of, stored, whole
@@ -20,7 +20,7 @@ from collage_fx.optimizer.checkpoints.history import set_history
 from collage_fx.optimizer.checkpoints.reading import ENTRY, entry_of_group
 from collage_fx.optimizer.checkpoints.saved_residuals import entries_of
 from collage_fx.optimizer.ownership import PARAM
-from collage_fx.runtime.progress import over
+from collage_fx.runtime.progress import doing, over, work
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.storage.state_name import StateName
 
@@ -74,11 +74,12 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
     if to not in TARGETS:
         raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, TARGETS))}")
     files.check_out(source, out)
-    checkpoint = files.read(source)
-    summary = Summary(checkpoint.kind, before=files.size_of(source))
-    with torch.no_grad():
+    with work(lambda: f"converting {source}", "reading"), torch.no_grad():
+        checkpoint = files.read(source)
+        summary = Summary(checkpoint.kind, before=files.size_of(source))
         checkpoint.tree = _converted(checkpoint.tree, to, names, summary)
-    files.write(checkpoint, out)
+        with doing("writing"):
+            files.write(checkpoint, out)
     summary.after = files.size_of(out)
     return summary
 
@@ -101,25 +102,16 @@ def _converted(tree: Any, to: str, names: Sequence[str] | None, summary: Summary
         at, found = match(optimizer, parts.models, names)
         source = source_of(form, optimizer, found, parts.models[at])
         weights = _Conversion(source, to, summary).weights()
-        own = {id(t): hi for t, hi in zip(source.weights, weights, strict=True)}
-        summary.left += len(parts.models[at]) - len(found)
+        own = {memory_of(t): hi for t, hi in zip(source.weights, weights, strict=True)}
         for name, tensor in parts.models[at].items():
-            same = next((n for n in found if _is_one(parts.models[at][n], tensor)), None)
-            if same is not None:
-                changes[*at, name] = own[id(parts.models[at][same])]
+            if (new := own.get(memory_of(tensor))) is not None:
+                changes[*at, name] = new
+            else:
+                summary.left += 1
         changes[optimizer.path] = optimizer.tree()
         if form in LISTS:
             changes[*optimizer.path[:-1], form.mark] = DROPPED
     return replaced(tree, changes)
-
-
-def _is_one(one: Tensor, other: Tensor) -> bool:
-    """Return True for a tensor, and another name of it."""
-    if one is other:
-        return True
-    there = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-    return there and alike and one.numel() > 0 and one.storage_offset() == other.storage_offset()
 
 
 class _Conversion:

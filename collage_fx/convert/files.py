@@ -17,6 +17,7 @@ from collage_fx.errors import CheckpointError
 
 FILE, SAFETENSORS, FOLDER = "torch.save", "safetensors", "DCP"
 """The kinds of containers."""
+_SUFFIX = ".safetensors"
 
 
 @dataclass
@@ -59,7 +60,7 @@ def kind_of(path: Path) -> str:
     """Return the kind of the container at a path, by its form and its name."""
     if path.is_dir():
         return FOLDER
-    return SAFETENSORS if path.suffix == ".safetensors" else FILE
+    return SAFETENSORS if path.suffix == _SUFFIX else FILE
 
 
 def _read_file(path: Path) -> Any:
@@ -82,6 +83,10 @@ def check_out(source: Path, out: Path) -> None:
     """Raise CheckpointError where a conversion would overwrite something, or has no place."""
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists: nothing is overwritten, name another OUT")
+    if not source.is_dir() and kind_of(source) != (FILE if out.suffix != _SUFFIX else SAFETENSORS):
+        raise CheckpointError(
+            f"{out} would be of the kind of {source}, {kind_of(source)}: name it accordingly"
+        )
     if source.is_dir() and source.resolve() in out.resolve().parents:
         raise CheckpointError(f"{out} would be a part of {source}, which is left as it is")
     if not out.parent.is_dir():
@@ -101,6 +106,8 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
         try:
             _write(checkpoint, partial)
             _sync(partial)
+            if out.exists():
+                raise CheckpointError(f"{out} is there by now: nothing is overwritten")
             os.replace(partial, out)
             _sync_one(out.parent)
         except OSError as error:

@@ -72,9 +72,16 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not name.endswith(_BUFFERS):
-            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
-            found.setdefault(place if tensor.numel() else (id(tensor), 0, tensor.shape), name)
+            found.setdefault(memory_of(tensor), name)
     return {name: tensors[name] for name in found.values()}
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells a tensor from all that are no other names of it."""
+    if not tensor.numel():
+        return (id(tensor),)
+    start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return *start, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _in_model(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collage_fx.convert.formats import LISTS, LOW, OURS, Format, checked_master, moments
 from collage_fx.convert.structure import SavedOptimizer
@@ -103,6 +103,9 @@ def source_of(
         CheckpointError: residuals, or fp32 weights beside the states, that do not fit.
     """
     source = Source(form, optimizer, names, [tensors[name] for name in names])
+    for index, name in enumerate(names):
+        for tensor in (source.weights[index], *source.state(index).values()):
+            _check_plain(tensor, name)
     states = {i: optimizer.states[k] for i, k in enumerate(optimizer.ids) if k in optimizer.states}
     loaded = read_residuals(states, optimizer.groups, source.weights)
     if loaded is not None and loaded.lost:
@@ -116,6 +119,18 @@ def source_of(
     if form in LISTS:
         source.masters = _masters(source)
     return source
+
+
+def _check_plain(value: Any, name: str) -> None:
+    """Raise CheckpointError for a tensor that does not have all of its elements itself."""
+    if not isinstance(value, Tensor):
+        return
+    if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.layout != torch.strided:
+        kind = "meta" if value.is_meta else f"{type(value).__name__}, {value.layout}"
+        raise CheckpointError(
+            f"the weight or a state of {name} is a tensor of another kind ({kind}): save sharded "
+            "parameters by torch.distributed.checkpoint, and others as dense tensors"
+        )
 
 
 def _masters(source: Source) -> dict[int, Tensor]:

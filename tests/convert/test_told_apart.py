@@ -170,6 +170,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         r"0.weight is \(2, 2\).*\(9, 6\)",
         lambda: _with(lambda tree: tree["model"].update({"0.weight": torch.ones(2, 2)})),
     ),
+    "sparse": (
+        "another kind .*sparse",
+        lambda: _with(_each("exp_avg", lambda w: w.to_sparse())),
+    ),
     "unknown state": (
         "77",
         lambda: _with(lambda tree: tree["optimizer"]["state"].update({77: {"a": torch.ones(2)}})),
