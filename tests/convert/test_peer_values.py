@@ -163,6 +163,21 @@ def test_error_bits(dtype: torch.dtype, integers: torch.dtype, width: int) -> No
         assert other.tolist() != expected
 
 
+def test_error_bits_of_all_bf16_and_all_int8() -> None:
+    """In float64, where no sum is rounded; units are gaps between neighbours."""
+    words = torch.arange(0x7F7F, dtype=torch.int16)
+    size = words.view(torch.bfloat16).double()
+    unit = (words + 1).view(torch.bfloat16).double() - size
+    for sign in (1.0, -1.0):
+        weight = (sign * size).bfloat16()
+        for number in range(-127, 128):
+            share = torch.tensor(number, dtype=torch.float32) / 127
+            expected = sign * size + (share.double() * unit / 2).float().double()
+            entry = torch.full_like(words, number, dtype=torch.int8)
+            found = value(FORMATS["error_bits"], weight, entry)
+            assert torch.equal(found, expected.float())
+
+
 def test_error_bits_of_what_is_not_finite() -> None:
     weight = torch.tensor([math.inf, -math.inf, math.nan, -0.0], dtype=torch.bfloat16)
     found = value(FORMATS["error_bits"], weight, torch.zeros(4, dtype=torch.int8))
