@@ -11,8 +11,8 @@ from torch.optim import SGD
 
 from collage_fx.convert import files
 from collage_fx.convert.formats import LISTS, LOW, check_readable, format_of
-from collage_fx.convert.matching import match, memory_of
-from collage_fx.convert.structure import DROPPED, SavedOptimizer, parts_of, replaced
+from collage_fx.convert.matching import match, memory_of, text_of
+from collage_fx.convert.structure import DROPPED, Parts, SavedOptimizer, parts_of, replaced
 from collage_fx.convert.structure import Path as Place
 from collage_fx.convert.values import Source, error, source_of, stored, whole
 from collage_fx.errors import CheckpointError, OptionError
@@ -20,6 +20,7 @@ from collage_fx.optimizer.checkpoints.history import set_history
 from collage_fx.optimizer.checkpoints.reading import ENTRY, entry_of_group
 from collage_fx.optimizer.checkpoints.saved_residuals import entries_of
 from collage_fx.optimizer.ownership import PARAM
+from collage_fx.runtime.errors import listed
 from collage_fx.runtime.progress import doing, over, work
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.storage.state_name import StateName
@@ -53,7 +54,13 @@ class Summary:
             self.errors[str(name)] = found
 
 
-def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> Summary:
+def convert(
+    source: Path,
+    out: Path,
+    to: str,
+    names: Sequence[str] | None = None,
+    model: str | None = None,
+) -> Summary:
     """Convert a checkpoint into another, of the same structure and container.
 
     Args:
@@ -62,6 +69,7 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
         out: does not exist yet. It is there whole once all of it is on disk, or not at all.
         to: one of TARGETS.
         names: those of the optimizer's parameters, in order, where the checkpoint does not tell.
+        model: keys of the weights that the optimizer has, joined by dots, where several fit.
 
     Returns:
         What was done.
@@ -77,14 +85,51 @@ def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None
     with work(lambda: f"converting {source}", "reading"), torch.no_grad():
         checkpoint = files.read(source)
         summary = Summary(checkpoint.kind, before=files.size_of(source))
-        checkpoint.tree = _converted(checkpoint.tree, to, names, summary)
+        checkpoint.tree = _converted(checkpoint.tree, to, names, model, summary)
         with doing("writing"):
             files.write(checkpoint, out)
     summary.after = files.size_of(out)
     return summary
 
 
-def _converted(tree: Any, to: str, names: Sequence[str] | None, summary: Summary) -> Any:
+def _converted(
+    tree: Any, to: str, names: Sequence[str] | None, model: str | None, summary: Summary
+) -> Any:
+    parts = _readable(tree, names, model)
+    changes: dict[Place, Any] = {}
+    places = []
+    for optimizer in parts.optimizers:
+        form = format_of(optimizer)
+        at, found = match(optimizer, parts.models, names)
+        places.append(at)
+        source = source_of(form, optimizer, found, parts.models[at])
+        weights = _Conversion(source, to, summary).weights()
+        own = {memory_of(t): hi for t, hi in zip(source.weights, weights, strict=True)}
+        for name, tensor in parts.models[at].items():
+            if (new := own.get(memory_of(tensor))) is not None:
+                changes[*at, name] = new
+        changes[optimizer.path] = optimizer.tree()
+        if form in LISTS:
+            changes[*optimizer.path[:-1], form.mark] = DROPPED
+    _note_left(tree, set(places), changes, summary)
+    return replaced(tree, changes)
+
+
+def _note_left(tree: Any, places: set[Place], changes: dict[Place, Any], summary: Summary) -> None:
+    """Note what stays as it is: tensors of the models at some places, and other models."""
+    models = parts_of(tree).models
+    summary.left += sum((*at, name) not in changes for at in places for name in models[at])
+    others = [
+        text_of(path)
+        for path, tensors in models.items()
+        if path not in places and any(t.is_floating_point() and t.dim() for t in tensors.values())
+    ]
+    if others:
+        summary.notes.append(f"{listed(others)}: as before, since no optimizer has it")
+
+
+def _readable(tree: Any, names: Sequence[str] | None, model: str | None) -> Parts:
+    """Return the parts of a checkpoint, of models the chosen one; raises CheckpointError."""
     parts = parts_of(tree)
     check_readable(parts)
     if not parts.optimizers:
@@ -96,22 +141,14 @@ def _converted(tree: Any, to: str, names: Sequence[str] | None, summary: Summary
         raise CheckpointError(
             f"--names is for one optimizer, and there are {len(parts.optimizers)}"
         )
-    changes: dict[Place, Any] = {}
-    for optimizer in parts.optimizers:
-        form = format_of(optimizer)
-        at, found = match(optimizer, parts.models, names)
-        source = source_of(form, optimizer, found, parts.models[at])
-        weights = _Conversion(source, to, summary).weights()
-        own = {memory_of(t): hi for t, hi in zip(source.weights, weights, strict=True)}
-        for name, tensor in parts.models[at].items():
-            if (new := own.get(memory_of(tensor))) is not None:
-                changes[*at, name] = new
-            else:
-                summary.left += 1
-        changes[optimizer.path] = optimizer.tree()
-        if form in LISTS:
-            changes[*optimizer.path[:-1], form.mark] = DROPPED
-    return replaced(tree, changes)
+    if model is not None:
+        chosen = {path: t for path, t in parts.models.items() if text_of(path) == model}
+        if not chosen:
+            raise CheckpointError(
+                f"--model {model!r} is none of {', '.join(map(repr, map(text_of, parts.models)))}"
+            )
+        parts.models = chosen
+    return parts
 
 
 class _Conversion:

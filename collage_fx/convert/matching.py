@@ -52,7 +52,7 @@ def match(
         try:
             found[path] = _in_model(optimizer, _distinct(tensors), tensors, given)
         except CheckpointError as error:
-            why.append(f"{'.'.join(map(str, path)) or 'the model'}: {error}")
+            why.append(f"{text_of(path) or 'the model'}: {error}")
     if len(found) == 1:
         return next(iter(found.items()))
     raise CheckpointError(_several(found) if found else "; ".join(why[:3]))
@@ -60,18 +60,24 @@ def match(
 
 def _several(places: Iterable[Path]) -> str:
     """Return the reason why none of several models is taken."""
-    words = " and ".join(".".join(map(str, path)) or "the top" for path in places)
+    words = " and ".join(f"{text_of(path)!r}" for path in places)
     return (
         f"the optimizer's parameters fit the weights in {words}: it cannot be told whose they are. "
-        "Leave one of them out of the file"
+        "Say it with --model"
     )
+
+
+def text_of(path: Path) -> str:
+    """Return the keys of a path joined by dots, as `--model` takes them."""
+    return ".".join(map(str, path))
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what may be parameters: of two names for one tensor the first."""
     found: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not name.endswith(_BUFFERS):
+        own = is_entry(name) or name.endswith(_BUFFERS)
+        if tensor.is_floating_point() and not own:
             found.setdefault(memory_of(tensor), name)
     return {name: tensors[name] for name in found.values()}
 

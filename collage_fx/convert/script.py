@@ -35,6 +35,11 @@ def add_command(commands: Any) -> None:
         help="names of the optimizer's parameters in its order, one a line, where the checkpoint "
         "does not tell",
     )
+    command.add_argument(
+        "--model",
+        metavar="KEY",
+        help="keys of the weights that the optimizer has, joined by dots, where several fit",
+    )
     command.set_defaults(run=run, failed=1)
 
 
@@ -46,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         StorageError: weights of a dtype that the storage cannot hold.
     """
     names = None if options.names is None else _names(options.names)
-    summary = convert(options.source, options.out, options.to, names)
+    summary = convert(options.source, options.out, options.to, names, options.model)
     for line in _lines(summary, options):
         print(line)
     return 0

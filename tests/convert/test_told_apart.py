@@ -85,8 +85,18 @@ def test_buffers_are_no_parameters() -> None:
 
 def test_two_models_that_fit(tmp_path: Path) -> None:
     tree = fp32()
-    with pytest.raises(CheckpointError, match="fit the weights in model and ema"):
-        names_in({**tree, "ema": tree["model"]})
+    ema = {f"module.{name}": weight + 1 for name, weight in tree["model"].items()}
+    both = {**tree, "ema": {"weights": {**ema, "n_averaged": torch.tensor(3)}}}
+    with pytest.raises(CheckpointError, match=r"'model' and 'ema.weights': .* --model"):
+        names_in(both)
+    torch.save(both, tmp_path / "both.pt")
+    summary = convert(tmp_path / "both.pt", tmp_path / "one.pt", "remainder16", model="model")
+    assert summary.notes == ["ema.weights: as before, since no optimizer has it"]
+    out = torch.load(tmp_path / "one.pt")
+    assert out["model"]["0.bias"].dtype == BF16
+    assert torch.equal(out["ema"]["weights"]["module.0.bias"], ema["module.0.bias"])
+    with pytest.raises(CheckpointError, match=r"'net' is none of 'model', 'ema\.weights'"):
+        convert(tmp_path / "both.pt", tmp_path / "two.pt", "remainder16", model="net")
     other = {**tree, "rng": {"cpu": torch.get_rng_state()}, "teacher": nn.Linear(2, 2).state_dict()}
     torch.save(other, tmp_path / "in.pt")
     convert(tmp_path / "in.pt", tmp_path / "out.pt", "remainder16")
@@ -102,6 +112,24 @@ def test_two_optimizers_of_two_models(tmp_path: Path) -> None:
     assert summary.parameters == 8
     (weights, _), second = torch.load(tmp_path / "out.pt")
     assert {w.dtype for w in (*weights.values(), *second["model"].values())} == {BF16}
+
+
+def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
+    """Matrices by one class, vectors by another, as Muon is used."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    pairs = list(model.named_parameters())
+    one: Any = SGD([(n, p) for n, p in pairs if p.dim() > 1], lr=0.1, momentum=0.9)
+    other: Any = AdamW([(n, p) for n, p in pairs if p.dim() == 1])
+    model(torch.randn(8, 4)).sum().backward()
+    states = []
+    for optimizer in (one, other):
+        optimizer.step()
+        states.append(optimizer.state_dict())
+    torch.save({"model": model.state_dict(), "optimizers": states}, tmp_path / "in.pt")
+    summary = convert(tmp_path / "in.pt", tmp_path / "out.pt", "ulp8")
+    assert (summary.parameters, summary.left) == (4, 3)  # a norm has three buffers
+    out = torch.load(tmp_path / "out.pt")["model"]
+    assert [name for name in out if out[name].dtype == BF16] == [name for name, _ in pairs]
 
 
 def test_groups_of_megatron_fsdp(tmp_path: Path) -> None:
