@@ -161,7 +161,8 @@ def _flat(
         name = max((n for n in _heads(rest) if n in names), key=len, default=None)
         if name is None:
             raise CheckpointError(
-                f"{whole!r} of {_words(path)} is of no parameter that a model there has"
+                f"{whole!r} of {_words(path)} is of no parameter that a model there has: states "
+                "are to be named after these"
             )
         groups.setdefault(name, {"params": [name]})
         target = groups[name] if kind == _GROUPS else states.setdefault(name, {})
