@@ -217,6 +217,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")  # torch, of one that is loaded
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_told_is_refused(case: str, tmp_path: Path) -> None:
     words, made = REFUSED[case]
