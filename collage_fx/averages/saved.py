@@ -112,6 +112,6 @@ def _after_load(average: Any, _: Any) -> None:
     if anew:
         warn(
             "checkpoint",
-            f"the state dict that {type(average).__name__} loaded holds no residuals of "
-            f"{listed(anew)}: they begin at zero, as if the averages had just been rounded",
+            f"the checkpoint that {type(average).__name__} loaded holds no residuals; they start "
+            f"at zero, as if {listed(anew)} had just been rounded to their dtype",
         )
