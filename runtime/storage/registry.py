@@ -159,8 +159,8 @@ STORAGES = {
 }
 """name -> storage. `mcf2` is the paper's: hi and lo in one dtype, about 2p + 1 bits. `remainder16`
 is that of Transformer Engine and apex, `ulp8` as large as FlashOptim's, `ulp4` the upper half of
-its bits, rounded by chance. `double_single` is mcf2 of fp32 under the name that it has there, so that
-fp32 states are left alone unless it is asked for. `sr` is plain stochastic rounding."""
+its bits, rounded by chance. `double_single` is mcf2 of fp32 under the name that it has there, so
+that fp32 states are left alone unless it is asked for. `sr` is plain stochastic rounding."""
 
 TRANSIENT = {
     wide: Storage(
