@@ -150,10 +150,12 @@ def _missed(
     """
     written = {c.index for c in program.carried}
     for x in dict.fromkeys(found):
-        if x in certain:
+        others = not (states[x].owned or states[x].present)  # another optimizer's, maybe
+        only_read = states[x].index not in written
+        if x in certain and not (only_read and others):
             for state in program.alike(states[x]):
                 yield f"{state.name} {how} with its high word only"
-        if states[x].index not in written:
+        if only_read:
             program.reads |= {c.index: c.name for c in program.alike(states[x])}
 
 
