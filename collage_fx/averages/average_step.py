@@ -14,7 +14,7 @@ from collage_fx.runtime.residuals.store import STORE
 
 
 class AverageStep(Optimizer):
-    """Optimizer whose step moves its parameters a share of the way to what their gradients are."""
+    """Optimizer whose step moves its parameters a share of the way to other tensors."""
 
     def __init__(self, params: Iterable[tuple[str, Tensor]], **options: Any) -> None:
         """Compile the step.
@@ -27,32 +27,24 @@ class AverageStep(Optimizer):
         compile_(self, level="all", arithmetic="wide", **options)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Move each parameter that has a gradient."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.lerp_(p.grad, group["share"])
+    def step(self, values: Sequence[Tensor]) -> None:  # type: ignore[override]
+        """Move the averages. No gradients have part in it, which hooks of all optimizers write.
+
+        Args:
+            values: those to move to, one for each average, with the residuals that they have.
+        """
+        (group,) = self.param_groups
+        for p, value in zip(group["params"], values, strict=True):
+            p.lerp_(value, group["share"])
 
 
 def move(optimizer: AverageStep, values: Sequence[Tensor], share: float) -> None:
-    """Move averages. It is no method, as those that write parameters are recorded.
+    """Move averages by a share of the way, from 0 to 1.
 
-    Args:
-        optimizer: whose parameters they are.
-        values: those to move to, one for each average, with the residuals that they have.
-        share: the share of the way, from 0 to 1.
+    It is no method, as those that write parameters are recorded.
     """
-    params: list[Tensor] = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["share"] = share
-    before = [p.grad for p in params]
-    try:
-        for p, value in zip(params, values, strict=True):
-            p.grad = value
-        optimizer.step()
-    finally:
-        for p, grad in zip(params, before, strict=True):
-            p.grad = grad
+    optimizer.step(values)
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:

@@ -1,13 +1,15 @@
 """Averages of the weights of a model: `EMA` and `SWA`."""
 
-import math
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import disable
 from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.averages import saved
 from collage_fx.averages.average_step import AverageStep, move, on_device
@@ -15,12 +17,15 @@ from collage_fx.averages.exchange import exchange, fsdp_modules, reshard
 from collage_fx.config import CollageConfig
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.inspection.values import value
-from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import chosen
+from collage_fx.runtime.storage.registry import STORAGES, chosen
 from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.torch_private import _disable_current_modes
+
+_BORROWED = WeakIdKeyDictionary()
+"""The tensors of models that have the values of an average."""
 
 
 class Swapped:
@@ -54,17 +59,13 @@ class _Average(AveragedModel):
         choice = CollageConfig(**options).storage  # type: ignore[arg-type]
         copied = _Weights(model) if fsdp_modules(model) else model
         super().__init__(copied, device, use_buffers=use_buffers)
-        self.options = options
-        self.swapped = False
-        """True between two calls of `swap`."""
+        self.options, self.storage = options, choice
+        self._partners: list[weakref.ref[Tensor]] = []
+        """The tensors of the model that it has exchanged values with, between two swaps."""
         self._counted = 0, _state_of(self.n_averaged)
         """The number of updates, and what `n_averaged`, on a device maybe, was when it was that."""
         self._step: AverageStep | None = None
-        for name, p in self.module.named_parameters():
-            called = StateName(None, name)
-            kept = chosen(choice, called, p.dtype, scalar=p.dim() == 0)
-            if kept and p.dtype in LOW_PRECISION:
-                STORE.ensure(shard_of(p), kept, called, place=place_of(p))
+        self.ensure_residuals()
         self._begin(self._pairs(model))
         saved.watch(self)
 
@@ -73,13 +74,29 @@ class _Average(AveragedModel):
         raise NotImplementedError
 
     @property
+    def swapped(self) -> bool:
+        """True between two calls of `swap`."""
+        return bool(self._partners)
+
+    def ensure_residuals(self) -> None:
+        """Give averages that have none a residual, of zero."""
+        for name, p in self.module.named_parameters():
+            called = StateName(None, name)
+            kept = chosen(self.storage, called, p.dtype, scalar=p.dim() == 0)
+            if kept and p.dtype in STORAGES[kept].residuals and STORE.get(shard_of(p)) is None:
+                STORE.ensure(shard_of(p), kept, called, place=place_of(p))
+
+    @property
     def optimizer(self) -> AverageStep:
-        """The optimizer whose step moves the averages: `report`, `explain` take it."""
-        if self._step is None:
-            averages = ((n, t) for n, t in self._named(self.module) if t.is_floating_point())
-            self._step = AverageStep(averages, **self.options)
+        """The optimizer whose step moves the averages: `report` takes it."""
+        own = {n: t for n, t in self._named(self.module) if t.is_floating_point()}
+        known = [] if self._step is None else self._step.param_groups[0]["params"]
+        # A load may have put other tensors in their places.
+        if self._step is None or list(map(id, own.values())) != list(map(id, known)):
+            self._step = AverageStep(own.items(), **self.options)
         return self._step
 
+    @disable
     def update_parameters(self, model: Module) -> None:
         """Take the values that a model has now into the average.
 
@@ -91,9 +108,10 @@ class _Average(AveragedModel):
         Raises:
             SubjectError: another model, or one that has its values exchanged with the average.
         """
-        if self.swapped:
-            raise SubjectError("the average and its model are swapped: swap them back to update it")
+        self._refuse_swapped("update it")
+        buffers = len(self._pairs(model, buffers=True))  # all fit, or nothing is written
         pairs = self._pairs(model)
+        _refuse_borrowed(their for _, their in pairs)
         count, before = self._counted
         if before != _state_of(self.n_averaged):
             count = int(self.n_averaged)  # which was loaded, say
@@ -101,12 +119,13 @@ class _Average(AveragedModel):
             self._move(pairs, self._share(count))
         else:
             self._begin(pairs)
-        if not self.use_buffers:
+        if buffers > len(pairs):
             for own, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
                 own.detach().copy_(theirs.detach())
         self.n_averaged += 1
         self._counted = count + 1, _state_of(self.n_averaged)
 
+    @disable
     def swap(self, model: Module) -> Swapped:
         """Exchange the values of the model and the average, with their residuals, in place.
 
@@ -120,12 +139,28 @@ class _Average(AveragedModel):
             A context at whose end they are exchanged again: `with average.swap(model): ...`
 
         Raises:
-            SubjectError: another model.
+            SubjectError: another model, or one that has the values of another average.
         """
-        every = {id(own): (own, theirs) for own, theirs in self._pairs(model, buffers=True)}
-        exchange(every.values())
-        self.swapped = not self.swapped
+        pairs = self._pairs(model, buffers=True)
+        theirs = [their for _, their in pairs]
+        if not self.swapped:
+            _refuse_borrowed(theirs)
+            exchange(pairs)
+            self._partners = list(map(weakref.ref, theirs))
+            for their in theirs:
+                _BORROWED[their] = True
+            return Swapped(self, model)
+        if list(map(id, theirs)) != [id(find()) for find in self._partners]:
+            raise SubjectError("the average is swapped with another model: swap it back with that")
+        exchange(pairs[::-1])  # tensors may lie in the same memory
+        for their in theirs:
+            _BORROWED.pop(their, None)
+        self._partners = []
         return Swapped(self, model)
+
+    def _refuse_swapped(self, why: str) -> None:
+        if self.swapped:
+            raise SubjectError(f"the average and its model are swapped: swap them back to {why}")
 
     def state_dict(self, *args: Any, residuals: bool = True, **kwargs: Any) -> Any:
         """Return the state dict, with the residuals of parameters as further entries.
@@ -138,8 +173,7 @@ class _Average(AveragedModel):
         Raises:
             SubjectError: its values are exchanged with those of the model.
         """
-        if self.swapped:
-            raise SubjectError("the average and its model are swapped: swap them back to save it")
+        self._refuse_swapped("save it")
         result = super().state_dict(*args, **kwargs)
         if residuals:
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -186,6 +220,10 @@ class _Average(AveragedModel):
     @torch.no_grad()
     def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Take over values, in the storages of the averages."""
+        with _disable_current_modes():  # a recorder's, say
+            self._take_over(pairs)
+
+    def _take_over(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for own, their in pairs:
             shard = shard_of(own)
             residual = STORE.get(shard)
@@ -208,6 +246,7 @@ class _Average(AveragedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of: with residuals, without the compiled step."""
+        self._refuse_swapped("copy it")
         own = {**vars(self), "_step": None}
         return {**own, "_saved": {k: t.clone() for k, t in saved.entries(self, "").items()}}
 
@@ -216,7 +255,7 @@ class _Average(AveragedModel):
         state = dict(state)
         entries = state.pop("_saved")
         super().__setstate__(state)
-        saved.restore(self, saved.read(self, entries))
+        saved.restore(self, saved.read(self, entries), ())
 
 
 class EMA(_Average):
@@ -255,11 +294,15 @@ class EMA(_Average):
         device: int | torch.device | None = None,
         use_buffers: bool = False,
     ) -> None:
-        if not isinstance(decay, int | float) or not 0 <= decay <= 1 or math.isnan(decay):
-            raise OptionError(f"decay={decay!r} is no number from 0 to 1")
+        _check_decay(decay)
         super().__init__(model, storage, device, use_buffers)
         self.decay = decay
         """The decay of the next update: it may change."""
+
+    def update_parameters(self, model: Module) -> None:
+        """Take the values of a model into the average, as `SWA` does, by the decay of now."""
+        _check_decay(self.decay)
+        super().update_parameters(model)
 
     def _share(self, count: int) -> float:
         return 1 - self.decay
@@ -334,6 +377,17 @@ class _Weights(Module):
             "the average of a model that FSDP2 has sharded holds its weights alone: call the model "
             "within `with average.swap(model):`"
         )
+
+
+def _check_decay(decay: Any) -> None:
+    known = isinstance(decay, int | float) and not isinstance(decay, bool)
+    if not known or not 0 <= decay <= 1:
+        raise OptionError(f"decay={decay!r} is no number from 0 to 1")
+
+
+def _refuse_borrowed(tensors: Iterable[Tensor]) -> None:
+    if any(t in _BORROWED for t in tensors):
+        raise SubjectError("the model has the values of an average: swap that back before")
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:

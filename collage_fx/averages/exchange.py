@@ -1,7 +1,7 @@
 """The exchange of the values of tensors, with their residuals."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,43 +11,63 @@ from torch.nn import Module
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.torch_private import _disable_current_modes
+
+_Value = tuple[Tensor, Residual | None, list[Tensor]]
+"""A copy of a tensor, and its residual with copies of the components."""
 
 
 @torch.no_grad()
-def exchange(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give the tensors of each pair the values of each other, in place, to the last word.
 
-    A residual that is not of the present value of its tensor is cleared first, with a warning.
+    A residual that is not of the present value of its tensor is cleared first, with a warning. If
+    an error is raised, all have their own values.
 
     Args:
         pairs: tensors alike in shape, dtype and, if they are DTensors, in placement.
     """
     shards = [(shard_of(one), shard_of(other)) for one, other in pairs]
     known = [(t, r) for pair in shards for t in pair if (r := STORE.get(t)) is not None]
-    STORE.clear_stale(known)
-    for one, other in shards:
-        words = _words(one), _words(other)
-        kept = one.detach().clone()
-        one.detach().copy_(other)
-        other.detach().copy_(kept)
-        _give(one, words[1])
-        _give(other, words[0])
+    done: list[tuple[Tensor, Tensor]] = []
+    with _disable_current_modes():  # a recorder's, say
+        STORE.clear_stale(known)
+        try:
+            for one, other in shards:
+                _exchange(one, other)
+                done.append((one, other))
+        except BaseException:
+            for one, other in reversed(done):
+                _exchange(one, other)
+            raise
 
 
-def _words(tensor: Tensor) -> tuple[Residual, list[Tensor]] | None:
-    """Return the residual of a tensor, and copies of its components."""
+def _exchange(one: Tensor, other: Tensor) -> None:
+    values = _value_of(one), _value_of(other)
+    try:
+        _give(one, values[1])
+        _give(other, values[0])
+    except BaseException:
+        _give(one, values[0])
+        _give(other, values[1])
+        raise
+
+
+def _value_of(tensor: Tensor) -> _Value:
     residual = STORE.get(tensor)
-    return None if residual is None else (residual, [c.clone() for c in residual.components])
+    components = () if residual is None else residual.components
+    return tensor.detach().clone(), residual, [c.clone() for c in components]
 
 
-def _give(tensor: Tensor, words: tuple[Residual, list[Tensor]] | None) -> None:
-    """Have a tensor, whose value was another one's, have that one's components."""
+def _give(tensor: Tensor, value: _Value) -> None:
+    """Have a tensor another one's value, and that one's components."""
+    high, residual, components = value
+    tensor.detach().copy_(high)
     own = STORE.get(tensor)
-    if words is None:
+    if residual is None:
         if own is not None:
             STORE.drop(tensor)
         return
-    residual, components = words
     if own is None or own.storage != residual.storage:
         name = residual.name if own is None else own.name
         own = STORE.adopt(tensor, None, residual.storage, name)

@@ -1,5 +1,6 @@
 """Residuals of averages in their state dicts, as entries of the format that optimizers have."""
 
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -66,9 +67,16 @@ def read(average: Any, state: dict[str, Any]) -> Read:
     return found
 
 
-def restore(average: Any, loaded: Read) -> list[str]:
-    """Give the parameters of an average what was read; return those that begin anew."""
+def restore(average: Any, loaded: Read, present: Container[str]) -> list[str]:
+    """Give the parameters of an average what was read; return those that begin anew.
+
+    Args:
+        average: that has loaded them.
+        loaded: what was read.
+        present: the names of the parameters that were loaded.
+    """
     anew = []
+    average.ensure_residuals()
     for name, p in average.module.named_parameters():
         shard, found = shard_of(p), loaded.get(name)
         residual = STORE.get(shard)
@@ -84,7 +92,7 @@ def restore(average: Any, loaded: Read) -> list[str]:
         elif residual is not None and residual.fits(shard):
             if isinstance(found, Tensor):
                 STORE.assign(shard, shard_of(found), residual.storage, residual.name, place_of(p))
-            else:
+            elif name in present:
                 residual.begin_anew(shard)
                 anew.append(name)
     return anew
@@ -92,23 +100,26 @@ def restore(average: Any, loaded: Read) -> list[str]:
 
 def _before_load(average: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take the entries for residuals out of a state dict, which Module looks through then."""
+    average._refuse_swapped("load it")
     ours = {k.removeprefix(prefix): k for k in state if is_entry(k.removeprefix(prefix))}
     loaded = read(average, {name: state[k] for name, k in ours.items()})
+    present = set()
     for name, p in average.module.named_parameters():
         given = state.get(f"{prefix}module.{name}")
+        if given is not None:
+            present.add(name)
         if name in loaded or p.dtype not in LOW_PRECISION or not isinstance(given, Tensor):
             continue
         if given.is_floating_point() and given.itemsize > p.itemsize and given.shape == p.shape:
             loaded[name] = given.detach().to(p.device)
     for k in ours.values():
         del state[k]
-    setattr(average, _READ, loaded)
+    setattr(average, _READ, (loaded, present))
 
 
 def _after_load(average: Any, _: Any) -> None:
     """Restore what was taken out, now that the parameters have their values."""
-    loaded = vars(average).pop(_READ, {})
-    anew = restore(average, loaded)
+    anew = restore(average, *vars(average).pop(_READ, ({}, ())))
     if anew:
         warn(
             "checkpoint",

@@ -168,7 +168,9 @@ class Residuals:
         found = zip(states, STORE.of([t for t, _ in states]), strict=True)
         choice = self.session.config.storage
         return any(
-            r is not None and r.storage != self._storage(c) and goes_on(choice, t.dtype, r.storage)
+            r is not None
+            and r.storage != self._storage(c)
+            and (c.index not in self.plan or goes_on(choice, t.dtype, r.storage))
             for (t, c), r in found
         )
 

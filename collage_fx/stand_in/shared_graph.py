@@ -237,6 +237,8 @@ class SharedGraph:
             for c in r.components
         ]
         whole = len(current) == len(tensors) and all(strides) and fit(current)
+        kinds = [self.plans[c.index].storage for _, c in self.carried]
+        whole = whole and [r.storage for _, r in current] == kinds
         others = STORE.of([rows[place.param][place.at] for place in self.plain])
         return current if whole and not any(others) else None
 

@@ -3,6 +3,7 @@
 For passes.frontend.whole_reads and passes.rewrite.residual_inputs.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,25 @@ def test_what_is_read_is_not_written() -> None:
             assert p._version == version and torch.equal(p, high)
             assert torch.equal(collage_fx.residuals(p)[0], low)
         step()
+
+
+@pytest.mark.parametrize("storages", [("mcf2", "remainder16"), ("remainder16", "mcf2")])
+def test_a_reader_leaves_residuals_in_the_storage_that_they_get(storages: tuple[str, str]) -> None:
+    params, step = trained(3, storage=storages[0])
+    averages = [p.detach().clone() for p in params]
+    update = collage_fx.compile(torch.no_grad()(each), level="all", storage="ulp8")
+    for _ in range(3):
+        step()
+        update(averages, params)
+    optimizer = SGD(params, lr=1e-3)
+    collage_fx.compile_(optimizer, storage=storages[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", collage_fx.CollageWarning)  # of a coarser storage
+        optimizer.step()
+    for _ in range(2):
+        before = [(collage_fx.residuals(p)[0].dtype, collage_fx.value(p)) for p in params]
+        update(averages, params)
+        for p, (dtype, value) in zip(params, before, strict=True):
+            assert collage_fx.residuals(p)[0].dtype == dtype
+            assert torch.equal(collage_fx.value(p), value)
+        optimizer.step()
