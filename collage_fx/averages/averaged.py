@@ -66,7 +66,7 @@ class _Average(AveragedModel):
         """The number of updates, and what `n_averaged`, on a device maybe, was when it was that."""
         self._step: AverageStep | None = None
         self.ensure_residuals()
-        self._begin(self._pairs(model))
+        self._begin(self._pairs(model)[: len(list(self._named(self.module)))])
         saved.watch(self)
 
     def _share(self, count: int) -> float:
@@ -109,8 +109,9 @@ class _Average(AveragedModel):
             SubjectError: another model, or one that has its values exchanged with the average.
         """
         self._refuse_swapped("update it")
-        buffers = len(self._pairs(model, buffers=True))  # all fit, or nothing is written
-        pairs = self._pairs(model)
+        every = self._pairs(model)  # all fit, or nothing is written
+        count_averaged = len(list(self._named(self.module)))
+        pairs, copied = every[:count_averaged], every[count_averaged:]
         _refuse_borrowed(their for _, their in pairs)
         count, before = self._counted
         if before != _state_of(self.n_averaged):
@@ -119,9 +120,8 @@ class _Average(AveragedModel):
             self._move(pairs, self._share(count))
         else:
             self._begin(pairs)
-        if buffers > len(pairs):
-            for own, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
-                own.detach().copy_(theirs.detach())
+        for own, their in copied:
+            own.detach().copy_(their.detach())
         self.n_averaged += 1
         self._counted = count + 1, _state_of(self.n_averaged)
 
@@ -141,7 +141,7 @@ class _Average(AveragedModel):
         Raises:
             SubjectError: another model, or one that has the values of another average.
         """
-        pairs = self._pairs(model, buffers=True)
+        pairs = self._pairs(model)
         theirs = [their for _, their in pairs]
         if not self.swapped:
             _refuse_borrowed(theirs)
@@ -189,12 +189,15 @@ class _Average(AveragedModel):
         if self.use_buffers:
             yield from module.named_buffers()
 
-    def _pairs(self, model: Module, *, buffers: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Return the averages with what is averaged in each; raises SubjectError."""
+    def _pairs(self, model: Module) -> list[tuple[Tensor, Tensor]]:
+        """Return the averages with what is averaged in each, and then the other buffers.
+
+        Raises SubjectError for another model.
+        """
         self._check(model)
         reshard(model)
         ours, theirs = list(self._named(self.module)), [t for _, t in self._named(model)]
-        if buffers and not self.use_buffers:
+        if not self.use_buffers:
             ours += self.module.named_buffers()
             theirs += model.buffers()
         if len(ours) != len(theirs):
@@ -203,8 +206,8 @@ class _Average(AveragedModel):
                 "model that it was made for"
             )
         for (name, own), their in zip(ours, theirs, strict=True):
-            facts = [(*t.shape, t.dtype, placed(t)) for t in (own, their)]
-            if facts[0] != facts[1]:
+            alike = own.shape == their.shape and own.dtype is their.dtype
+            if not alike or placed(own) != placed(their):
                 raise SubjectError(
                     f"the average of {name} is {own.dtype} of shape {tuple(own.shape)}"
                     f"{_where(own)}, and that of the model {their.dtype} of shape "

@@ -1,4 +1,4 @@
-"""What was compiled for residuals of one storage is not done with those of another.
+"""Residuals of one storage are not taken by what was compiled for those of another.
 
 For stand_in.shared_graph.
 """
