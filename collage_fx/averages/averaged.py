@@ -25,7 +25,7 @@ from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
 
 _BORROWED = WeakIdKeyDictionary()
-"""The tensors of models that have the values of an average."""
+"""Tensors of models -> references to the averages whose values they have."""
 
 
 class Swapped:
@@ -148,7 +148,7 @@ class _Average(AveragedModel):
             exchange(pairs)
             self._partners = list(map(weakref.ref, theirs))
             for their in theirs:
-                _BORROWED[their] = True
+                _BORROWED[their] = weakref.ref(self)
             return Swapped(self, model)
         if list(map(id, theirs)) != [id(find()) for find in self._partners]:
             raise SubjectError("the average is swapped with another model: swap it back with that")
@@ -389,7 +389,8 @@ def _check_decay(decay: Any) -> None:
 
 
 def _refuse_borrowed(tensors: Iterable[Tensor]) -> None:
-    if any(t in _BORROWED for t in tensors):
+    found = (_BORROWED.get(t) for t in tensors)
+    if any(find is not None and find() is not None for find in found):
         raise SubjectError("the model has the values of an average: swap that back before")
 
 

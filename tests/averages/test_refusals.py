@@ -4,6 +4,7 @@ For averages.averaged, averages.exchange and averages.saved.
 """
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,14 @@ def test_what_would_lose_a_swapped_model_is_refused(
             act(model, average)
         assert same(words(model, average.module), within)
     assert same(words(model, average.module), before)
+
+
+def test_an_average_that_is_gone_holds_nothing_up() -> None:
+    model, average = made()
+    average.swap(model)
+    del average
+    gc.collect()
+    collage_fx.EMA(model).update_parameters(model)
 
 
 def test_parameters_on_one_memory_come_back() -> None:
