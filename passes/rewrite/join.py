@@ -82,8 +82,8 @@ def join(program: Program) -> None:
     why = _loss(program) or next((f"{c.name} is read, and has a residual" for c in anew), "")
     if why and program.copies and not program.called:
         program.unlike = Unlike(f"the graph is done on joined values, as {why}")
-    elif why and not _obstacle(program, read):
-        _Joiner(program, read, why).run()
+    elif why and not _obstacle(program, every := _read(program, every=True)):
+        _Joiner(program, every, why).run()
 
 
 def _loss(program: Program) -> str:
@@ -98,13 +98,17 @@ def _loss(program: Program) -> str:
     return program.lost[0] if program.lost else ""
 
 
-def _read(program: Program) -> dict[Node, Carried]:
+def _read(program: Program, *, every: bool = False) -> dict[Node, Carried]:
     """Return the states that the graph only reads, but with the residual that they have.
 
+    Those alone whose low words are known to matter, unless it is to be all.
     Of those that members left out read in their places, the first is in the graph.
     """
     inputs = dict(enumerate(program.source.graph.find_nodes(op="placeholder")))
     wanted = program.reads.keys() | program.read_whole
+    if every:
+        low = {i for i, n in inputs.items() if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
+        wanted |= low - {c.index for c in program.carried}
     found = {inputs[i]: program.describe(i, inputs[i]) for i in inputs.keys() & wanted}
     return {node: carried for node, carried in found.items() if carried.present}
 

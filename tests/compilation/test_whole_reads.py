@@ -178,3 +178,20 @@ def test_a_reader_leaves_residuals_in_the_storage_that_they_get(storages: tuple[
             assert collage_fx.residuals(p)[0].dtype == dtype
             assert torch.equal(collage_fx.value(p), value)
         optimizer.step()
+
+
+def by_parts(averages: list[Tensor], values: list[Tensor]) -> None:
+    for average, value in zip(averages, values, strict=True):
+        average[:2].lerp_(value[:2], WEIGHT)
+        average[2:].lerp_(value[2:], WEIGHT)
+
+
+def in_one_row(averages: list[Tensor], values: list[Tensor]) -> None:
+    for average, value in zip(averages, values, strict=True):
+        average.view(-1).lerp_(value.reshape(-1), WEIGHT)
+
+
+@pytest.mark.parametrize("function", [by_parts, in_one_row])
+def test_views_of_whole_values(function: Any) -> None:
+    found, high, _ = errors(function)
+    assert found < 1e-4 and high > 0.01
