@@ -99,6 +99,7 @@ for _storage in registry.STORAGES.values():
     _define_storage(_storage)
 
 JOINS = frozenset(JOIN.values())
+"""The same operations, by which a node is known."""
 
 _define("changed(Tensor old, Tensor new) -> Tensor", layouts.changed)
 

@@ -24,6 +24,7 @@ from collage_fx.runtime.storage.registry import STORAGES, chosen
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
 
+_Pairs = list[tuple[Tensor, Tensor]]
 _BORROWED = WeakIdKeyDictionary()
 """Tensors of models -> references to the averages whose values they have."""
 
@@ -66,7 +67,7 @@ class _Average(AveragedModel):
         """The number of updates, and what `n_averaged`, on a device maybe, was when it was that."""
         self._step: AverageStep | None = None
         self.ensure_residuals()
-        self._begin(self._pairs(model)[: len(list(self._named(self.module)))])
+        self._begin(self._pairs(model)[0])
         saved.watch(self)
 
     def _share(self, count: int) -> float:
@@ -109,9 +110,7 @@ class _Average(AveragedModel):
             SubjectError: another model, or one that has its values exchanged with the average.
         """
         self._refuse_swapped("update it")
-        every = self._pairs(model)  # all fit, or nothing is written
-        count_averaged = len(list(self._named(self.module)))
-        pairs, copied = every[:count_averaged], every[count_averaged:]
+        pairs, copied = self._pairs(model)  # all fit, or nothing is written
         _refuse_borrowed(their for _, their in pairs)
         count, before = self._counted
         if before != _state_of(self.n_averaged):
@@ -141,7 +140,8 @@ class _Average(AveragedModel):
         Raises:
             SubjectError: another model, or one that has the values of another average.
         """
-        pairs = self._pairs(model)
+        averaged, copied = self._pairs(model)
+        pairs = averaged + copied
         theirs = [their for _, their in pairs]
         if not self.swapped:
             _refuse_borrowed(theirs)
@@ -180,23 +180,20 @@ class _Average(AveragedModel):
             result |= saved.entries(self, prefix)
         return result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the averaged module."""
-        return self.module(*args, **kwargs)
-
     def _named(self, module: Module) -> Iterator[tuple[str, Tensor]]:
         yield from module.named_parameters()
         if self.use_buffers:
             yield from module.named_buffers()
 
-    def _pairs(self, model: Module) -> list[tuple[Tensor, Tensor]]:
-        """Return the averages with what is averaged in each, and then the other buffers.
+    def _pairs(self, model: Module) -> tuple[_Pairs, _Pairs]:
+        """Return the averages with what is averaged in each, and the buffers that are copied.
 
         Raises SubjectError for another model.
         """
         self._check(model)
         reshard(model)
         ours, theirs = list(self._named(self.module)), [t for _, t in self._named(model)]
+        count = len(ours)
         if not self.use_buffers:
             ours += self.module.named_buffers()
             theirs += model.buffers()
@@ -213,7 +210,8 @@ class _Average(AveragedModel):
                     f"{_where(own)}, and that of the model {their.dtype} of shape "
                     f"{tuple(their.shape)}{_where(their)}: pass the model that it was made for"
                 )
-        return [(own, their) for (_, own), their in zip(ours, theirs, strict=True)]
+        pairs = [(own, their) for (_, own), their in zip(ours, theirs, strict=True)]
+        return pairs[:count], pairs[count:]
 
     @staticmethod
     def _check(model: Any) -> None:
@@ -221,23 +219,20 @@ class _Average(AveragedModel):
             raise SubjectError(f"an average is of a torch.nn.Module, got {type(model).__name__}")
 
     @torch.no_grad()
-    def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _begin(self, pairs: _Pairs) -> None:
         """Take over values, in the storages of the averages."""
         with _disable_current_modes():  # a recorder's, say
-            self._take_over(pairs)
-
-    def _take_over(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        for own, their in pairs:
-            shard = shard_of(own)
-            residual = STORE.get(shard)
-            if residual is None:
-                shard.copy_(shard_of(their))
-            else:
-                whole = shard_of(value(their)).to(shard.device)
-                STORE.assign(shard, whole, residual.storage, residual.name, place_of(own))
+            for own, their in pairs:
+                shard = shard_of(own)
+                residual = STORE.get(shard)
+                if residual is None:
+                    shard.copy_(shard_of(their))
+                else:
+                    whole = shard_of(value(their)).to(shard.device)
+                    STORE.assign(shard, whole, residual.storage, residual.name, place_of(own))
 
     @torch.no_grad()
-    def _move(self, pairs: list[tuple[Tensor, Tensor]], share: float) -> None:
+    def _move(self, pairs: _Pairs, share: float) -> None:
         floats = [(a, v) for a, v in pairs if a.is_floating_point()]
         move(self.optimizer, [on_device(v, a.device) for a, v in floats], share)
         for a, v in pairs:

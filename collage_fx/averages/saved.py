@@ -55,10 +55,12 @@ def read(average: Any, state: dict[str, Any]) -> Read:
     """
     params = dict(average.module.named_parameters())
     found: Read = {}
-    for name in dict.fromkeys(tensor_of(k) for k in state if is_entry(k)):
+    entries_by_name: dict[str, dict[str, Any]] = {}
+    for key in filter(is_entry, state):
+        entries_by_name.setdefault(tensor_of(key), {})[key] = state[key]
+    for name, own in entries_by_name.items():
         if (p := params.get(name)) is None:
             raise CheckpointError(f"the state dict has a residual for {name}, which does not exist")
-        own = {k: v for k, v in state.items() if is_entry(k) and tensor_of(k) == name}
         (residual,) = read_entries(own, p.dtype).values()
         with fitting():
             parts = residual.parts(p.dtype, p.dtype)
