@@ -6,6 +6,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from collage_fx.runtime.torch_private import _disable_current_modes
+
 _CHUNK = 1 << 19
 """Number of elements that are widened at once: as many as a cache holds."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -46,7 +48,8 @@ def same_bits(tensor: Tensor) -> Callable[..., bool]:
 
     For memory that nobody counts versions of: a buffer of gradients, say, written through `.data`.
     """
-    before = bits_of(tensor.detach().clone())  # a recorder knows of the copy, and not of the bits
+    with torch.no_grad(), _disable_current_modes():  # a recorder would copy the whole value
+        before = bits_of(tensor).clone()
 
     def expected(now: Tensor, *residuals: Tensor) -> bool:
         if now.shape != before.shape or now.itemsize != before.itemsize:
