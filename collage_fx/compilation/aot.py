@@ -247,7 +247,10 @@ class Compilation:
         refused = self.refused or any(s.refused and s.compensable for s in plan)
         direct, seeds = self.direct, self.program.seeds
         kernels = kernels_in(graph_of(self.program.result)) if self.program.result else []
-        return Code(function, self.side, states, reads, refused, direct, seeds, wanted, kernels)
+        written = {k for c in self.program.carried for k in places(c.index)}
+        code = Code(function, self.side, states, reads, refused, direct, seeds, wanted, kernels)
+        code.high = [locate[i] for i in self.inputs.plain - written]
+        return code
 
     def _log(self, seconds: float) -> None:
         """Log, in one line, what was compiled or why it was not."""

@@ -18,6 +18,7 @@ from collage_fx.optimizer.ownership import Owned, is_buffer, owner_of, pretty, s
 from collage_fx.passes.analysis.plan import is_named
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.program import (
+    LOW_PRECISION,
     NUMBER,
     Carried,
     Copies,
@@ -184,6 +185,7 @@ class Inputs:
             carried.place = place_of(self.tensor(source.whole))
         residual = STORE.get(tensor) if isinstance(tensor, Tensor) else None
         carried.present = "" if residual is None else residual.storage
+        carried.gradient |= residual is not None and residual.of_gradient
         certain = residual is not None and not residual.provisional
         carried.keeps_residual = certain and (static or self.again)
         return carried
@@ -202,7 +204,8 @@ class Inputs:
             return None
         c = self.describe(0, source, self.value(node), node.name)
         storage, named = compensable_in(c, settings.storage), is_named(c.name, settings.states)
-        return c.owner, c.owned, c.static, c.keeps_residual, storage, named
+        present = c.present if c.gradient else ""
+        return c.owner, c.owned, c.static, c.keeps_residual, storage, named, present
 
     def label(self, source: Source | None) -> str:
         """Return `lr` for what is the `lr` of a parameter group; empty if there is no name."""
@@ -264,6 +267,8 @@ class AotInputs:
         self.whole = whole
         self.locate: dict[int, Locate] = {}
         """Position of a carried state -> how to find its tensor from the arguments of a call."""
+        self.plain: set[int] = set()
+        """The positions of 16-bit tensors among them that have no residual."""
         self.members: Members | None = None
         if narrowed is not None:
             outputs: Any = whole.gm.graph.output_node().args[0]
@@ -278,8 +283,14 @@ class AotInputs:
         if source is None:
             name = StateName(f"an input that overlaps others ({placeholder.name})")
             return Carried(index, name, "tensor", False, val)
+        return self._described(index, source, val, placeholder.name)
+
+    def _described(self, index: int, source: Source, val: Tensor, called: str) -> Carried:
         self.locate[index] = self.whole.locate(source)
-        return self.whole.describe(index, source, val, placeholder.name)
+        carried = self.whole.describe(index, source, val, called)
+        if not carried.present and val.dtype in LOW_PRECISION:
+            self.plain.add(index)
+        return carried
 
     def label(self, placeholder: Node) -> str:
         """Return `lr` for a 0-d input that is the `lr` of a parameter group."""
@@ -315,11 +326,10 @@ class AotInputs:
                     index = len(placeholders) + len(self.members.locate)
                     if at in seen:
                         self.members.written.append(len(self.members.locate))
-                    self.locate[index] = self.whole.locate(source)
-                    self.members.locate.append(self.locate[index])
                     # Where it is called for each: of the fake mode that it is compiled under.
                     like = placeholders[at].meta["val"] if called else self.whole.value(node)
-                    row.append(self.whole.describe(index, source, like, node.name))
+                    row.append(self._described(index, source, like, node.name))
+                    self.members.locate.append(self.locate[index])
                 copies.others.append(row)
             found.append(copies)
         return found

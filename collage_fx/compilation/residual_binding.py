@@ -13,7 +13,7 @@ from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.passes.ir.program import Carried, StatePlan, goes_on
-from collage_fx.runtime.residuals.residual import Residual, clear_stale, settle_at_end
+from collage_fx.runtime.residuals.residual import Residual, Sums, clear_stale, settle_at_end
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES
 
@@ -134,6 +134,10 @@ class Residuals:
         replaced = [(t, r) for t, r in replaced if r is not None]
         count = self.count_written
         current, read = current[:count], current[count:]
+        for c, (_, residual) in zip(self.carried[count:], read, strict=True):
+            residual.read = True
+            if c.gradient and residual.sums is None:  # made here, for one that has none
+                residual.sums = Sums()
         changed = self.session.config.changed
         bits = STORE.bits_for(current, self.carried[:count]) if changed else ()
         return Gathered(current, replaced, read, bits)
@@ -146,7 +150,11 @@ class Residuals:
     @functools.cached_property
     def count_written(self) -> int:
         """The number of states that the graph writes; those that it only reads come last."""
-        return sum(c.index in self.plan for c in self.carried)
+        return sum(not self._is_read(c) for c in self.carried)
+
+    def _is_read(self, carried: Carried) -> bool:
+        """Return True for a state that the graph only reads, or a gradient that it zeroes."""
+        return carried.index not in self.plan or carried.gradient
 
     @functools.cached_property
     def named(self) -> Callable[[str], str]:
@@ -155,8 +163,7 @@ class Residuals:
 
     def _storage(self, carried: Carried) -> str:
         """Return the storage of a state: by its verdict, or as it is where it is only read."""
-        plan = self.plan.get(carried.index)
-        return plan.storage if plan is not None else carried.present
+        return carried.present if self._is_read(carried) else self.plan[carried.index].storage
 
     def keeps_otherwise(self, args: tuple[Any, ...]) -> bool:
         """Return True if a state has a residual in which it is to go on, of another storage."""
@@ -170,7 +177,7 @@ class Residuals:
         return any(
             r is not None
             and r.storage != self._storage(c)
-            and (c.index not in self.plan or goes_on(choice, t.dtype, r.storage))
+            and (self._is_read(c) or goes_on(choice, t.dtype, r.storage))
             for (t, c), r in found
         )
 
@@ -186,7 +193,7 @@ class Residuals:
                 c.state_name = found[-1][1].state_name
                 if c.index in self.plan:
                     self.plan[c.index].state_name = c.state_name
-            elif STORE.get(tensor) is None:
+            elif not c.gradient and STORE.get(tensor) is None:
                 ownerless[c.name] = tensor
         for owner in {id(owner): owner for owner, _ in found}.values():
             state_dicts.attach(owner)

@@ -25,6 +25,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
 from collage_fx.passes.dedup.deduplicate import Narrow
 from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.program import StatePlan
+from collage_fx.passes.ir.verdict import VerdictKind
 from collage_fx.runtime.errors import CollageError
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels import left_out
@@ -277,6 +278,8 @@ class Code:
     """The tensors of the first call that lay in memory of states of the graph."""
     others: Sequence[Locate] = ()
     """Locators of the tensor inputs that are no states of the graph."""
+    high: Sequence[Locate] = ()
+    """Functions that find the 16-bit tensors which it reads, and which had no residual."""
     concluded: bool = False
     """True once the residuals that its states were made with are kept or dropped."""
 
@@ -368,7 +371,13 @@ class Code:
     @functools.cached_property
     def anew(self) -> list[Locate]:
         """Return functions that find the states it computes anew without compensation."""
-        return [f for f, plan in self.states if plan.computed_anew and not plan.compensated]
+        return [
+            f
+            for f, plan in self.states
+            if plan.computed_anew
+            and not plan.compensated
+            and plan.decision.kind is not VerdictKind.GRADIENT
+        ]
 
     def written(self, args: tuple[Any, ...]) -> list[tuple[Tensor, StatePlan]]:
         """Return the tensors of 16 bits that a call writes."""
@@ -388,7 +397,12 @@ class Code:
         """Return True if a state of a call has a residual that the graph would need or drop, or in
         another storage than the graph has it in."""
         kept_otherwise = any(side.residuals.keeps_otherwise(args) for side in self._sides())
-        return bool(kept_otherwise or self.drops_residual(args) or self.reads_residual(args))
+        missed = kept_otherwise or self.drops_residual(args) or self.reads_residual(args)
+        return bool(missed) or self.meets_residual(args)
+
+    def meets_residual(self, args: tuple[Any, ...]) -> bool:
+        """Return True if a tensor that it reads has got a residual since it was compiled."""
+        return any(STORE.of(_found(self.high, args)))
 
     def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that it reads with a low word that the graph would need."""
@@ -439,6 +453,7 @@ def in_turn(first: Code | None, apart: list[Code], count: int) -> Code:
         wanted=[find for code in codes for find in code.wanted],
         kernels=[kernel for code in codes for kernel in code.kernels],
         parts=codes,
+        high=[find for code in codes for find in code.high],
     )
 
 

@@ -12,9 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.optimizer.ownership import params_within
 from collage_fx.runtime.errors import UnsupportedError
+from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.kernels.sum_of_squares import PLAIN, sum_of_squares
 from collage_fx.runtime.residuals.dtensor import is_partial, is_sharded, placed, shard_of
-from collage_fx.runtime.residuals.residual import version
+from collage_fx.runtime.residuals.residual import Residual, version
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import join_in
 
 _Seen: TypeAlias = list[tuple[weakref.ref[Tensor], int]]
 """Gradients with their versions."""
@@ -99,7 +102,22 @@ def _are(seen: _Seen, gradients: list[Tensor]) -> bool:
 
 
 def _sum(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of the squares of gradients, of which some may be shards."""
+    """Return the sum of the squares of gradients, whole ones, of which some may be shards."""
+    total = _sum_of_words(gradients)
+    for g, residual in zip(gradients, STORE.of(gradients), strict=True):
+        if residual is not None and residual.is_present(g):
+            total = total + _of_low_words(g, residual).to(total)
+    return total
+
+
+def _of_low_words(gradient: Tensor, residual: Residual) -> Tensor:
+    """Return how much larger the sum of squares is with the low words of a gradient."""
+    wide = WIDER[gradient.dtype]
+    whole = join_in(wide, residual.storage, gradient, *residual.components)
+    return ((whole - gradient) * (whole + gradient)).sum()
+
+
+def _sum_of_words(gradients: list[Tensor]) -> Tensor:
     if PLAIN.issuperset(map(type, gradients)) and len({g.device for g in gradients}) < 2:
         return sum_of_squares(gradients)
     parts: dict[Any, list[Tensor]] = {}

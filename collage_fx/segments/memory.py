@@ -223,12 +223,16 @@ class Memories(dict[int, KnownMemory]):
 
     def meet(self, t: Tensor, name: StateName) -> Owned:
         """Return a tensor as a state that is in no place that is looked at."""
-        owned = Owned(t, NOWHERE, -1, str(name), name, of_optimizer=False)
+        owned = _elsewhere(t, name)
         self.met.append(owned)
         return owned
 
     def _met(self, t: Tensor, residual: Residual) -> Owned:
         """Return the same of one that has a residual; that is empty if others fill the tensor."""
+        if residual.of_gradient:  # nobody is to know of it after the step
+            residual.read = True
+            STORE.clear_stale([(t, residual)])
+            return _elsewhere(t, residual.name)
         owned = self.meet(t, residual.name)
         expected, residual.expected = residual.expected, None
         if expected(t, *residual.words(t)) if expected else residual.belongs(t):
@@ -261,6 +265,10 @@ class Memories(dict[int, KnownMemory]):
             residual = STORE.get(owned.tensor) if id(owned.tensor) not in others else None
             if residual is not None:
                 residual.expected = same_bits(owned.tensor)
+
+
+def _elsewhere(t: Tensor, name: StateName) -> Owned:
+    return Owned(t, NOWHERE, -1, str(name), name, of_optimizer=False)
 
 
 def _on(storage: StorageWeakRef, layout: Layout) -> Tensor | None:

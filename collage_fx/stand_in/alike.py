@@ -143,8 +143,9 @@ def signature(
 
 
 def residuals_of(members: Members) -> Hashable:
-    """Return the kinds of the residuals of an optimizer's parameters and states, and how surely."""
-    rows = [values[:GRAD] + values[GRAD + 1 :] for group in members for _, values in group]
+    """Return the kinds of residuals of an optimizer's parameters, gradients and states, and how
+    surely they have these."""
+    rows = [values for group in members for _, values in group]
     found = STORE.of([t for row in rows for t in row if isinstance(t, Tensor)])
     kinds = [(r.storage, r.provisional) if r is not None else None for r in found]
     return tuple(kinds), tuple(map(len, rows))

@@ -90,8 +90,7 @@ class Member:
 
     def storages(self) -> tuple[str, ...]:
         """Return the storages of the residuals of its tensors; empty for those without."""
-        values = (t for at, t in enumerate(self.tensors()) if at != GRAD)
-        found = STORE.of([t for t in values if isinstance(t, Tensor)])
+        found = STORE.of([t for t in self.tensors() if isinstance(t, Tensor)])
         return tuple("" if r is None else r.storage for r in found)
 
     def finder(self, at: int) -> Callable[[Any], Tensor | None]:

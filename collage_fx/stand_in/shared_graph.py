@@ -137,6 +137,7 @@ class SharedGraph:
         self.plain = [self._place_of(find(observed.args)) for find in residuals.others]
         self.plans = residuals.plan
         self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
+        self.high = [self._place_of(find(observed.args)) for find in code.high]
         self.computes_anew = bool(code.anew)
         """True if it may have to be recorded, where whole values have low words."""
         self.place.clear()
@@ -239,7 +240,7 @@ class SharedGraph:
         whole = len(current) == len(tensors) and all(strides) and fit(current)
         kinds = [self.plans[c.index].storage for _, c in self.carried]
         whole = whole and [r.storage for _, r in current] == kinds
-        others = STORE.of([rows[place.param][place.at] for place in self.plain])
+        others = STORE.of([rows[place.param][place.at] for place in (*self.plain, *self.high)])
         return current if whole and not any(others) else None
 
     def bind(self, optimizer: Optimizer, session: Session, params: list[Tensor]) -> Code:
@@ -276,7 +277,9 @@ class SharedGraph:
             return ()
 
         beside = [find for find in locate if not isinstance(find, int)]
-        return Code(function, side, states, [], False, self.direct, self.seeded, beside=beside)
+        code = Code(function, side, states, [], False, self.direct, self.seeded, beside=beside)
+        code.high = list(map(find, self.high))
+        return code
 
 
 def _unrecorded(session: Session) -> AbstractContextManager[Any]:
@@ -305,7 +308,7 @@ class SharedStandIns(StandIns):
         if not super().holds(optimizer) or not self.graph.is_of(optimizer, self.session, members):
             return False
         assert code is not None
-        return not code.drops_residual(())
+        return not (code.drops_residual(()) or code.meets_residual(()))
 
     @progress.apart
     def step(self) -> None:

@@ -178,7 +178,8 @@ def _results(program: Program, states: dict[Node, Carried]) -> Iterator[tuple[in
     has_param = any(c.owner == "param" for c in states.values())
     for result, (is_param, taker) in _candidates(program).items():
         before = sorted(closure(result, lambda n: n.all_input_nodes), key=order.__getitem__)
-        for x in (n for n in before if n in states):
+        # A state that begins as a gradient is rounded as its update is.
+        for x in (n for n in before if n in states and not states[n].gradient):
             form = walk(before, x).get(result)
             if form is None or bound(form.share) < MUCH:
                 continue

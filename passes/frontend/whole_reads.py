@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch.fx import Graph, Node
 
 from collage_fx.passes.frontend.decompose import like
@@ -12,27 +13,35 @@ from collage_fx.runtime.ops import JOIN
 from collage_fx.runtime.storage.registry import STORAGES
 
 
-def may_be_read_whole(program: Program, read: Iterable[Carried]) -> bool:
-    """Return True if slices can take the whole values of the states that a graph only reads.
+def readable_whole(program: Program, read: Iterable[Carried]) -> set[int]:
+    """Return the positions of the states of which slices can take the whole values.
 
     They are computed in fp32 then, what reads these is elementwise, and members that were left out
     have residuals in the same storages.
 
     Args:
         program: with its canonical graph.
-        read: those states.
+        read: states that the graph only reads, with residuals.
     """
     inputs = graph_of(program.canonical).graph.find_nodes(op="placeholder")
-    return program.settings.arithmetic == "wide" and all(
-        not STORAGES[carried.present].packed
+    return {
+        carried.index
+        for carried in read
+        if program.settings.arithmetic == "wide"
+        and not STORAGES[carried.present].packed
         and all(c.present == carried.present for c in program.alike(carried))
         and _is_read_by_elements(inputs[carried.index])
-        for carried in read
-    )
+    }
 
 
 def _is_read_by_elements(state: Node) -> bool:
-    return all(elementwise(user) and shape_of(user) == shape_of(state) for user in state.users)
+    same = (elementwise(user) and shape_of(user) == shape_of(state) for user in _readers(state))
+    return all(same)
+
+
+def _readers(state: Node) -> list[Node]:
+    """Return the operations that read a state: what zeroes a gradient only writes it."""
+    return [u for u in state.users if u.target is not torch.ops.aten.copy_.default]
 
 
 def read_whole(program: Program, graph: Graph) -> None:
@@ -54,7 +63,7 @@ def read_whole(program: Program, graph: Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     for index in sorted(program.read_whole):
         state = inputs[index]
-        users, val = list(state.users), value_of(state)
+        users, val = _readers(state), value_of(state)
         kind = STORAGES[program.describe(index, state).present]
         dtypes = kind.residuals[val.dtype]
         with graph.inserting_before(inputs[-1].next):

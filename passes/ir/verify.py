@@ -155,7 +155,10 @@ def _joined(program: Program) -> None:
 
 
 def _emitted(program: Program) -> None:
-    """Every carried state is written exactly once, and so is every residual of one."""
+    """Every carried state is written exactly once, and so is every residual of one.
+
+    Those of gradients, which a graph reads and zeroes, are cleared after it.
+    """
     assert program.result is not None
     nodes = program.result.graph.nodes
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -166,7 +169,9 @@ def _emitted(program: Program) -> None:
     # A graph that is called for each member writes one of them.
     own = program.carried if program.called else program.plan
     expected: list[Node] = [placeholders[c.index] for c in own]
-    expected += [placeholders[k] for c in own for k in program.residual_places.get(c.index, ())]
+    read = {c.index for c in program.residual_inputs if c.gradient}
+    places = (program.residual_places.get(c.index, ()) for c in own if c.index not in read)
+    expected += [placeholders[k] for found in places for k in found]
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")
 
 

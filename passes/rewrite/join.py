@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate, map_arg
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
 from collage_fx.passes.frontend.decompose import COMPARISONS, compare
-from collage_fx.passes.frontend.whole_reads import may_be_read_whole
+from collage_fx.passes.frontend.whole_reads import readable_whole
 from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
@@ -52,12 +52,12 @@ def join(program: Program) -> None:
     """Make the graph that Inductor compiles, if slices would lose what joined values keep.
 
     That is so where a state would be refused, where `escape` has found a loss, where a parameter is
-    computed anew, and where a state that is only read has a residual; if slices can read that, the
-    passes are to begin again, with `Program.wholes` in them. Each expansion enters the
-    graph as the number that it is, in fp32 (float64 with arithmetic `eft`), the operations are done
-    on these as they stand, without a rounding in between, and new values are split when they are
-    stored: no operation needs a rule. Every state that may have a residual has one. There are no
-    classes then.
+    computed anew, and where a gradient has a residual, or another state that is only read and of
+    which the low word matters; if slices can read all these whole, the passes are to begin again,
+    with `Program.wholes` in them. Each expansion enters the graph as the number that it is, in fp32
+    (float64 with arithmetic `eft`), the operations are done on these as they stand, without a
+    rounding in between, and new values are split when they are stored: no operation needs a rule.
+    Every state that may have a residual has one. There are no classes then.
 
     Before::
 
@@ -73,17 +73,19 @@ def join(program: Program) -> None:
     """
     read = _read(program)
     anew = [c for c in read.values() if c.index not in program.read_whole]
-    if anew and may_be_read_whole(program, anew):
-        program.wholes = program.read_whole.union(c.index for c in anew)
+    needed = [c for c in anew if c.index in program.reads or c.gradient]
+    whole = readable_whole(program, needed)
+    if needed and whole.issuperset(c.index for c in needed):
+        program.wholes = program.read_whole | whole
         return
     # With takers the graph is compiled again, with residuals for these.
     if not program.joins or (program.takers and not program.keep):
         return
-    why = _loss(program) or next((f"{c.name} is read, and has a residual" for c in anew), "")
+    why = _loss(program) or next((f"{c.name} is read, and has a residual" for c in needed), "")
     if why and program.copies and not program.called:
         program.unlike = Unlike(f"the graph is done on joined values, as {why}")
-    elif why and not _obstacle(program, every := _read(program, every=True)):
-        _Joiner(program, every, why).run()
+    elif why and not _obstacle(program, read):
+        _Joiner(program, read, why).run()
 
 
 def _loss(program: Program) -> str:
@@ -98,18 +100,16 @@ def _loss(program: Program) -> str:
     return program.lost[0] if program.lost else ""
 
 
-def _read(program: Program, *, every: bool = False) -> dict[Node, Carried]:
-    """Return the states that the graph only reads, but with the residual that they have.
+def _read(program: Program) -> dict[Node, Carried]:
+    """Return the states that the graph only reads, and that have a residual.
 
-    Those alone whose low words are known to matter, unless it is to be all.
+    A gradient that it overwrites with zeros counts among these.
     Of those that members left out read in their places, the first is in the graph.
     """
     inputs = dict(enumerate(program.source.graph.find_nodes(op="placeholder")))
-    wanted = program.reads.keys() | program.read_whole
-    if every:
-        low = {i for i, n in inputs.items() if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
-        wanted |= low - {c.index for c in program.carried}
-    found = {inputs[i]: program.describe(i, inputs[i]) for i in inputs.keys() & wanted}
+    low = {i for i, n in inputs.items() if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
+    written = {c.index for c in program.carried if not c.gradient}
+    found = {inputs[i]: program.describe(i, inputs[i]) for i in low - written}
     return {node: carried for node, carried in found.items() if carried.present}
 
 

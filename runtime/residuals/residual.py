@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from collage_fx.runtime.errors import listed, warn
+from collage_fx.runtime.errors import WarningName, listed, warn
 from collage_fx.runtime.residuals import checks
 from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.checksum import bits_of, same_bits
@@ -28,6 +28,9 @@ _IN_TIME = (
     "To keep a residual, write the tensor before the first step or load weights and optimizer from "
     "one checkpoint."
 )
+_IN_STEP = (
+    "Clip or unscale gradients in the step, by collage_fx.compile_(optimizer, clip_grad_norm=...)."
+)
 _FROM_NOW_ON = (
     "From now on a copy of its bits is kept, as large as itself, so that elements which such a "
     "write leaves as they are, or restores, keep theirs."
@@ -43,6 +46,22 @@ def version(tensor: Tensor) -> int:
     except RuntimeError:
         # An inference tensor counts no versions; writes from outside to one go unnoticed.
         return -1
+
+
+@dataclass(eq=False)
+class Sums:
+    """Sums of gradients that have residuals, all of one model."""
+
+    refilled: bool = False
+    """True if others were seen to write one of them, and that was said."""
+    said: set[WarningName] = field(default_factory=set)
+    """The other warnings that were given."""
+
+    def warn_once(self, name: WarningName, message: str) -> None:
+        """Give a warning, unless one of this name was given."""
+        if name not in self.said:
+            self.said.add(name)
+            warn(name, message)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -81,6 +100,10 @@ class Residual:
     kept: Tensor | None = None
     """The bits of the tensor when the residual was last settled, from the first write from outside
     on: they tell which elements a later one changes."""
+    sums: "Sums | None" = None
+    """The sums that the tensor is one of, if it is a gradient: of use until it is zero or None."""
+    read: bool = False
+    """True if a step that does not write the tensor has read it with this."""
     lost: int | Tensor = 0
     """The elements of which later writes have cleared a residual; on the device of the tensor, so
     that nobody waits for it."""
@@ -107,6 +130,16 @@ class Residual:
     @property
     def _kind(self) -> Storage:
         return STORAGES[self.storage]
+
+    @property
+    def of_gradient(self) -> bool:
+        """True if the tensor is a gradient."""
+        return self.sums is not None
+
+    @property
+    def lasts_briefly(self) -> bool:
+        """True if others fill the tensor anew: no copy of its bits is kept then."""
+        return self.shared or self.of_gradient
 
     @property
     def version(self) -> int:
@@ -140,7 +173,7 @@ class Residual:
 
     def new_checks(self, tensor: Tensor) -> Checks | None:
         """Return checks for the words of tensor; None where there can be none."""
-        return Checks.of(tensor) if self.components else None
+        return Checks.of(tensor) if self.components and not self.of_gradient else None
 
     def clear_changed(self, tensor: Tensor) -> Tensor:
         """Clear the elements that a write from outside may have changed; return how many had any.
@@ -264,7 +297,7 @@ class Residual:
     def knows_elements(self, tensor: Tensor) -> bool:
         """Return True if it is known which elements of tensor have changed since it was settled."""
         known = self.kept is not None or (self.checks is not None and self.checks.fit(tensor))
-        known = known and not self.shared and not self._written_by_borrower()
+        known = known and not self.lasts_briefly and not self._written_by_borrower()
         return known and self.fits(tensor)
 
     def _written_by_borrower(self) -> bool:
@@ -374,7 +407,7 @@ def clear_stale(
     unsure = [
         (t, r) for t, r in pairs if r.components and (r.expected is not None or not r.belongs(t))
     ]
-    all_fit = fit(unsure)
+    all_fit, refilled = fit(unsure), list[Residual | Sums]()
     held: dict[int, Expected] = {}
     """Expectations that were met, by the ids of residuals: a residual may stand in several pairs,
     with tied weights or with two tensors on one memory."""
@@ -393,23 +426,39 @@ def clear_stale(
                 partly |= {str(residual.name): int(found)} if found else {}
             else:
                 residual.lost += found
+        elif residual.of_gradient and _is_zero(tensor):
+            residual.clear()
+            why = ""
         else:
             why = residual.stale(tensor)
             # An argument of a function is another value in each call, whatever bits are the same.
-            if expected is None and not residual.shared and version(tensor) >= 0:
+            if residual.of_gradient:
+                then = _IN_STEP
+            elif expected is None and not residual.shared and version(tensor) >= 0:
                 residual.keep(tensor)
                 then = _FROM_NOW_ON
         if why:
             residual.clear()
-            if not (residual.shared and residual.refilled):
+            told = residual.sums or residual
+            if not (residual.lasts_briefly and told.refilled):
                 cleared.setdefault((why, then), []).append(str(residual.name))
-            residual.refilled = True
+            if told is residual:
+                residual.refilled = True
+            else:
+                refilled.append(told)
+    for told in refilled:
+        told.refilled = True
     settle(unsure if all_fit else [pair for pair in unsure if fit([pair])])
     if partly:
         where = f" in {sum(partly.values()):,} elements, in or near those that have changed"
         warn_of_cleared(list(map(named, partly)), _OUTSIDE, _FROM_NOW_ON, where)
     for (why, then), names in cleared.items():
         warn_of_cleared(list(map(named, names)), why, then)
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    with torch.no_grad(), _disable_current_modes():
+        return not bool(tensor.any())
 
 
 def warn_of_cleared(names: list[str], why: str, then: str = _IN_TIME, where: str = "") -> None:
