@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collage_fx.accumulation.accumulate import Accumulation, accumulate
     from collage_fx.api import compile, compile_, report
     from collage_fx.averages.averaged import EMA, SWA
     from collage_fx.callbacks import (
@@ -43,6 +44,7 @@ __version__ = "0.2.0"
 __all__ = [
     "EMA",
     "SWA",
+    "Accumulation",
     "CollageConfig",
     "CollageError",
     "CollageWarning",
@@ -51,6 +53,7 @@ __all__ = [
     "Finding",
     "GradientRecorder",
     "Monitor",
+    "accumulate",
     "compensated",
     "compile",
     "compile_",
@@ -74,6 +77,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "accumulation.accumulate": ("Accumulation", "accumulate"),
     "diagnosis.doctor": ("Doctor", "doctor"),
     "diagnosis.finding": ("Finding",),
     "api": ("compile", "compile_", "report"),

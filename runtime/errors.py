@@ -177,6 +177,8 @@ WarningName = Literal[
     "data-write",
     "differentiated",
     "forward-pass",
+    "gradient-not-read",
+    "gradient-plain",
     "high-word-only",
     "level-leaves",
     "low-word-lost",

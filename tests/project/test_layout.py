@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("collage_fx", "passes", "runtime")
 """The folders with the code, from the top to the bottom."""
 PACKAGES = [
-    *("__main__", "callbacks", "averages", "optim", "first_use", "api"),
+    *("__main__", "callbacks", "accumulation", "averages", "optim", "first_use", "api"),
     *("inspection", "diagnosis", "convert", "budget", "step", "dynamo", "stand_in"),
     *("record", "segments", "binding"),
     "compilation",

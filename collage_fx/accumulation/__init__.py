@@ -1,0 +1,1 @@
+"""Gradients that are accumulated over several backward passes, each with a residual."""

@@ -1,0 +1,182 @@
+"""The sum of the gradients of one parameter, with a residual, and the hooks of autograd on it."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.residuals.memory import address, has_memory
+from collage_fx.runtime.residuals.residual import Residual, Sums, next_draw, version
+from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import (
+    is_by_chance,
+    join_in,
+    split_by_chance_into,
+    split_into,
+)
+from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.runtime.torch_private import _disable_current_modes, _len_torch_dispatch_stack
+
+CHUNK = 1 << 18
+"""Elements that are widened at once on a CPU, whose caches hold them."""
+ON_DEVICES = 1 << 25
+"""The same on other devices."""
+FSDP = (
+    "accumulate: FSDP2 adds to gradients outside of autograd, where no residual can follow. Reduce "
+    "once for all micro-batches, by set_requires_gradient_sync, with "
+    "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+)
+
+
+class Sum:
+    """The sum of the gradients of one parameter.
+
+    Before autograd adds a gradient to `p.grad`, the sum is taken out of there. What autograd leaves
+    in its place is the gradient of one backward pass, which is added with the residual.
+    """
+
+    def __init__(self, p: Tensor, name: str, storage: str, sums: Sums) -> None:
+        self.param: weakref.ref[Any] = weakref.ref(p)
+        self.name, self.storage, self.sums = StateName("gradient", name), storage, sums
+        self.aside: Tensor | None = None
+        """The sum while autograd stores a gradient in its place."""
+        self.last: Residual | None = None
+        """The residual of the sum, kept to see whether a step reads it."""
+        self.trained = 0, -1
+        """The address and the version of the parameter when the sum began."""
+        self.added = False
+        """True if the last backward pass has added to it, with its residual."""
+        self.asked = False
+        """True from the first hook to the second."""
+        self.hook_again: Callable[[], Callable[[Tensor, Sum], None] | None] = lambda: None
+        """A weak reference to what puts the first hook on the node that autograd has by now."""
+
+    def before(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Take the sum out of `p.grad`, where autograd is about to add a gradient."""
+        p, fresh = self.param(), gradients[0]
+        if p is None or fresh is None:
+            return
+        self.asked, self.added = True, False
+        given = p.grad
+        if given is None:
+            self._look_back((address(p), version(p)))
+        elif why := _obstacle(fresh, given):
+            self.sums.warn_once(
+                "gradient-plain",
+                f"the {self.name} is added to in its own dtype, as PyTorch does, since {why}. Said "
+                "once for all parameters",
+            )
+        else:
+            self.aside, p.grad = given, None
+
+    def after(self, p: Tensor) -> None:
+        """Put the sum back into `p.grad`, with the gradient that is there added to it."""
+        total, fresh, self.aside = self.aside, p.grad, None
+        asked, self.asked = self.asked, False
+        if not asked and (again := self.hook_again()) is not None:
+            again(p, self)  # a change of its dtype, say, has given it another node
+        if total is None or fresh is None:
+            return
+        p.grad = total
+        with torch.no_grad(), _without_modes():
+            self.last = self._residual(total)
+            add(total, self.last, fresh)
+        self.added = True
+
+    def _residual(self, total: Tensor) -> Residual:
+        """Return the residual that belongs to the present value of the sum."""
+        residual = STORE.get(total)
+        if residual is None or not residual.fits(total) or residual.storage != self.storage:
+            residual = self._adopt(total)
+        STORE.clear_stale([(total, residual)])
+        return residual
+
+    def _adopt(self, total: Tensor) -> Residual:
+        residual = STORE.adopt(total, None, self.storage, self.name)
+        residual.sums, residual.checks = self.sums, None
+        return residual
+
+    def _look_back(self, trained: tuple[int, int]) -> None:
+        """Warn if the parameter was trained since the last sum began, and nobody has read that."""
+        last, self.last = self.last, None
+        moved = trained[0] != self.trained[0]
+        if last is not None and not (last.read or moved or trained == self.trained):
+            self.sums.warn_once(
+                "gradient-not-read",
+                f"the {self.name} had a residual, and whatever has updated the parameter has not "
+                "read it: it took the sum as rounded to its dtype. Compile the step, by "
+                "collage_fx.compile_(optimizer). Said once for all parameters",
+            )
+        self.trained = trained
+
+    def take(self, total: Tensor, lows: tuple[Tensor, ...]) -> None:
+        """Have the residual of a sum that others have written be these low words."""
+        self.last = self._adopt(total)
+        self.last.hold(lows)
+        self.last.settle(total)
+
+    def drop(self) -> None:
+        """Have no residual any more."""
+        p = self.param()
+        if p is not None and p.grad is not None and STORE.get(p.grad) is self.last is not None:
+            STORE.drop(p.grad)
+        self.last = None
+
+
+def _without_modes() -> AbstractContextManager[None]:
+    """Return a context without modes of dispatch: leaving none takes as long as some additions."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+
+
+def _obstacle(fresh: Tensor, total: Tensor) -> str:
+    """Return the reason why a gradient cannot be added to a sum with a residual; empty if none."""
+    if fresh.layout != torch.strided or not has_memory(total):
+        return "it is sparse"
+    if fresh.requires_grad or total.requires_grad:
+        return "it is differentiated, by create_graph=True"
+    if total.untyped_storage().nbytes() != total.nbytes:
+        return "p.grad is a part of other memory, which is written without it, as of a flat buffer"
+    return ""
+
+
+def add(total: Tensor, residual: Residual, fresh: Tensor) -> None:
+    """Add a gradient to a sum with its residual, in fp32, and settle that.
+
+    Args:
+        total: the sum, which has the residual.
+        residual: that belongs to it.
+        fresh: of its shape; any layout, and any dtype that can be added to it.
+    """
+    storage, dtype = residual.storage, total.dtype
+    for hi, lows, more in _parts(total, residual, fresh):
+        value = join_in(WIDER[dtype], storage, hi, *lows) + more
+        if is_by_chance(storage):
+            words = split_by_chance_into(storage, value, dtype, None, 0, next_draw([residual]))
+        else:
+            words = split_into(storage, value, dtype)
+        hi.copy_(words[0])
+        if lows is residual.components:
+            residual.hold(words[1:])
+        else:
+            for low, word in zip(lows, words[1:], strict=True):
+                low.copy_(word)
+    residual.settle(total)
+
+
+def _parts(
+    total: Tensor, residual: Residual, fresh: Tensor
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
+    """Yield parts of a sum, of its residual and of a gradient: all, unless that is too large."""
+    size = CHUNK if total.is_cpu else ON_DEVICES
+    flat = total.is_contiguous() and fresh.is_contiguous() and not residual.packed
+    if not flat or is_by_chance(residual.storage) or total.numel() <= size:
+        yield total, residual.components, fresh
+        return
+    hi, more = total.view(-1).split(size), fresh.view(-1).split(size)
+    lows = [c.view(-1).split(size) for c in residual.components]
+    for k, part in enumerate(hi):
+        yield part, tuple(low[k] for low in lows), more[k]
