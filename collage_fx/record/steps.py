@@ -38,7 +38,7 @@ from collage_fx.runtime.trees import tree_leaves
 from collage_fx.segments.executors import Executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import gradients, memory_key
-from collage_fx.segments.segment import Call, Segment, run_joined
+from collage_fx.segments.segment import Call, Segment, WholeValues
 
 _SWAPPED = "because it has weakref associated"
 _NO_SWAP = (
@@ -398,7 +398,7 @@ class Steps:
                 self._chained(by_value[to].pieces[0].owned.name)
         if self.in_method:
             call.plain = segment.plain(call, self.words)
-            run_joined(segment, call, self.words)
+            WholeValues(segment, call, self.words).run()
         else:
             self.executors.run(segment, call)
         # A new state is known before it has been computed.

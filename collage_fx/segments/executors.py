@@ -27,7 +27,7 @@ from collage_fx.runtime.torch_private import (
 from collage_fx.segments.joined_compiler import Joining
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import gradients, storage_key
-from collage_fx.segments.segment import Call, Readers, Segment, run_joined
+from collage_fx.segments.segment import Call, Readers, Segment, WholeValues
 from collage_fx.segments.segment_graph import (
     Compiled,
     Given,
@@ -170,7 +170,7 @@ class Executors:
         elif self.session.config.level == "light":
             self.readers.add(segment, call)
         self.runs["interpreted"] += 1
-        run_joined(segment, call, self.words)
+        WholeValues(segment, call, self.words).run()
 
     def _log(self, segment: Segment, became: str) -> None:
         what = f"a recorded segment of {len(segment.lines)} operations is {became}"
@@ -309,7 +309,7 @@ class Executors:
             ):
                 return _PASSED_ON
             args.append(t)
-        return Given([*args, *call.memory], structure=call.plain, plain=call.plain)
+        return Given([*args, *call.memory], plain=call.plain)
 
     def _source(self, t: Tensor) -> Recorded:
         """Return the name of a state, or of the gradient of one; empty for other memory."""

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_fx.compilation.inductor import (
@@ -20,7 +19,6 @@ from collage_fx.passes.rewrite.powers import powers_in_float64
 from collage_fx.passes.rewrite.roundings import ROUNDED, keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import Table, keep_symbols
 from collage_fx.runtime import logs, progress
-from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.torch_private import (
     FakeTensorMode,
     TracingContext,
@@ -29,7 +27,7 @@ from collage_fx.runtime.torch_private import (
     tracing,
 )
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import Input, Part, Piece
+from collage_fx.segments.memory import Lows
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.segment_graph import (
     Given,
@@ -39,7 +37,6 @@ from collage_fx.segments.segment_graph import (
     graph_of_segment,
     with_fakes,
 )
-from collage_fx.segments.trie import Layout, layout_of
 
 
 @dataclass(eq=False)
@@ -48,8 +45,6 @@ class Joining:
 
     session: Session
     words: LowWords
-    before: dict[int, "_Before"] = field(default_factory=dict)
-    """Position of a segment in its step -> the operands that it was given in the last one."""
 
     def given(self, segment: Segment, call: Call) -> Given | str:
         """Return the arguments with their low words, or why these are not to be compiled.
@@ -58,56 +53,23 @@ class Joining:
         state has moved.
         """
         tensors = [*[given.data for given in call.inputs], *call.memory]
-        before = self.before.get(call.at)
-        if before is not None and before.segment is segment:
-            same = before.lows(call, self.words)
-            if same is not None:
-                return Given(tensors, same, before.structure, call.plain, before.parts)
-        wide = self.words.wide
-        if any(t.dtype in wide and t.dtype not in ROUNDED for t in tensors):
+        words, left, found = self.words, segment.only_in(call.plain), list[Lows]()
+        if any(t.dtype in words.wide and t.dtype not in ROUNDED for t in tensors):
             return "of its dtypes one is not rounded by the compiler"
-        found, lows = [], list[Tensor]()
-        left = segment.only_in(call.plain)
         for at, given, written in zip(segment.inputs, call.inputs, segment.writes, strict=True):
-            parts = [] if at in left else self._parts(given, lows, written=written)
-            if isinstance(parts, str):
-                return parts
-            found.append(parts)
-        for at, t in zip(segment.live, call.memory, strict=True):
-            mine = () if at in left else self.words.lows_of_result(t)
-            lows += mine
-            found.append(self._all_of(layout_of(t), mine))
-        before = self.before[call.at] = _Before.of(segment, call, found, wide)
-        return Given(tensors, lows, before.structure, call.plain, found)
-
-    def _parts(self, given: Input, lows: list[Tensor], *, written: bool) -> list[Part] | str:
-        """Return the parts of memory that have low words, or, where it is written, get some.
-
-        These are added to `lows`. Text, if it is written as no compiled segment does: the reason.
-        """
-        layout = given.layout
-        if mine := self.words.between(given, written=written):
-            lows += mine
-            return self._all_of(layout, mine)
-        found = []
-        for piece in given.pieces:
-            if piece.moved and written:
+            if at in left:
+                found.append(())
+                continue
+            if written and any(piece.moved for piece in given.pieces):
                 return "a state has moved in memory"
-            if written:
-                self.words.mark_written(piece.owned)
-                piece.residual = self.words.ensure(piece.owned)
-                if piece.residual is not None and self.words.by_chance(piece.residual.storage):
-                    return "it is rounded by chance"
-            if (r := piece.residual) is not None:
-                lows += r.components
-                found.append(Part(layout, piece.layout, r.storage, len(r.components)))
-        return found
-
-    def _all_of(self, layout: Layout, lows: tuple[Tensor, ...]) -> list[Part]:
-        """Return all of some memory as a part, which has these low words; nothing without any."""
-        return (
-            [Part(layout, layout, self.words.transient[layout[0]].name, len(lows))] if lows else []
-        )
+            found.append(words.parts(given, written=written))
+            if written and any(words.by_chance(part.storage) for part, _ in found[-1]):
+                return "it is rounded by chance"
+        for at, t in zip(segment.live, call.memory, strict=True):
+            found.append(() if at in left else words.parts_of_result(t))
+        lows = [word for some in found for _, own in some for word in own]
+        parts = tuple([tuple([part for part, _ in some]) for some in found])
+        return Given(tensors, lows, call.plain, parts)
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
         """Return the function that runs a segment with these numbers, and the guard on others."""
@@ -124,73 +86,6 @@ class Joining:
             return True
 
         return run, float_guard(mode, fakes)
-
-
-@dataclass(eq=False)
-class _Before:
-    """Operands of a segment in the last step, and the low words that it takes as long as they are
-    the same."""
-
-    segment: Segment
-    generation: int
-    """Generation of the store. As long as it is the same, no other residual has the id of one."""
-    inputs: list[tuple[int, bool, list[Any] | None]]
-    """The position of each that may have low words, whether it is written, and its states; None
-    where it had low words and is no state."""
-    parts: list[list[Part]]
-    results: list[int]
-    """The positions of the results that have low words."""
-    structure: Any
-
-    @classmethod
-    def of(cls, segment: Segment, call: Call, parts: list[list[Part]], wide: Any) -> "_Before":
-        """Note the operands of a segment, and which parts of them have low words."""
-        inputs: list[tuple[int, bool, list[Any] | None]] = []
-        for i, (given, written) in enumerate(zip(call.inputs, segment.writes, strict=True)):
-            if given.layout[0] in wide:
-                states = list(map(_looks, given.pieces)) if given.pieces or not parts[i] else None
-                inputs.append((i, written, states))
-        results = [k for k, some in enumerate(parts[len(call.inputs) :]) if some]
-        structure = tuple(tuple((part.view, part.storage) for part in some) for some in parts)
-        return cls(segment, STORE.generation, inputs, parts, results, (structure, call.plain))
-
-    def lows(self, call: Call, words: LowWords) -> list[Tensor] | None:
-        """Return the low words for a call, as `given` does; None if it is given something else."""
-        if STORE.generation != self.generation or call.plain != self.structure[1]:
-            return None
-        found: list[Tensor] = []
-        for i, written, states in self.inputs:
-            given = call.inputs[i]
-            if words.memory[given.key].between is not None:
-                between = words.between(given, written=written)
-                if states is not None or not between:
-                    return None
-                found += between
-                continue
-            if states is None or len(states) != len(given.pieces):
-                return None
-            for piece, state in zip(given.pieces, states, strict=True):
-                if _looks(piece) != state or (written and not _can_be_written(piece, words)):
-                    return None
-                if piece.residual is not None:
-                    found += piece.residual.components
-        for k in self.results:
-            found += words.lows_of_result(call.memory[k])
-        return found
-
-
-def _looks(piece: Piece) -> tuple[Any, ...]:
-    """Return a key of the low words of a state, and of what its storage depends on."""
-    owned = piece.owned
-    return id(piece.residual), owned.key, owned.state_name, piece.layout
-
-
-def _can_be_written(piece: Piece, words: LowWords) -> bool:
-    """Note a state that is written; return True if it is where it was, with what it is to have."""
-    if piece.moved:
-        return False
-    words.mark_written(piece.owned)
-    return piece.residual is not None or words.ensure(piece.owned) is None
 
 
 def compile_joined(

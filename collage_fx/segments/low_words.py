@@ -13,7 +13,6 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.dtensor import place_of
-from collage_fx.runtime.residuals.memory import empty_as
 from collage_fx.runtime.residuals.residual import Residual, clear_stale, next_draw
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import (
@@ -21,7 +20,6 @@ from collage_fx.runtime.storage.registry import (
     STORAGES,
     TRANSIENT,
     Storage,
-    join_in,
     rounds_residuals,
     split_into,
 )
@@ -30,12 +28,15 @@ from collage_fx.segments.memory import (
     Input,
     KnownMemory,
     KnownState,
+    Lows,
     Memories,
+    Part,
     Piece,
     covers,
-    part_of,
+    join,
     storage_key,
 )
+from collage_fx.segments.operations import piece_of
 from collage_fx.segments.trie import layout_of
 
 
@@ -218,27 +219,27 @@ class LowWords:
         return between.like(t)
 
     def joined(self, given: Input) -> Tensor:
-        """Return the whole value in the wide dtype, in memory of its own, of the same strides."""
-        t = given.data
-        lows = self._lows(t) or ()
-        if 0 in t.stride() and not given.pieces:  # an expanded one, whose elements share memory
-            return self._whole(t, lows)
-        wide = empty_as(t, self.wide[t.dtype])
-        if lows:
-            return wide.copy_(self._whole(t, lows))
-        found = [piece for piece in given.pieces if piece.residual is not None]
-        if not any(piece.layout == given.layout for piece in found):
-            wide.copy_(t)
-        for piece in found:
-            residual = piece.residual
-            assert residual is not None
-            words = piece.data, *residual.components
-            part_of(wide, piece.data, t).copy_(join_in(wide.dtype, residual.storage, *words))
-        return wide
+        """Return the whole value in the wide dtype, in memory of its own."""
+        lows = self.parts(given, written=False)
+        whole: Tensor = join(_done, given.data, self.wide[given.data.dtype], lows)
+        return whole
 
-    def _whole(self, t: Tensor, lows: tuple[Tensor, ...]) -> Tensor:
-        dtype = self.wide[t.dtype]
-        return join_in(dtype, self.transient[t.dtype].name, t, *lows) if lows else t.to(dtype)
+    def parts(self, given: Input, *, written: bool) -> Lows:
+        """Return the parts of memory that have low words, or, where it is written, get some."""
+        if mine := self.between(given, written=written):
+            return self._all_of(given.data, mine)
+        found = []
+        for piece in given.pieces:
+            if written:
+                self.mark_written(piece.owned)
+                piece.residual = self.ensure(piece.owned)
+            if (r := piece.residual) is not None:
+                part = Part.of(given.layout, piece.layout, r.storage, len(r.components))
+                found.append((part, r.components))
+        return found
+
+    def _all_of(self, t: Tensor, lows: tuple[Tensor, ...]) -> Lows:
+        return [(Part((), self.transient[t.dtype].name, len(lows)), lows)]
 
     def born(self, t: Tensor, storage: Storage | None = None) -> None:
         """Note memory without a value yet: it gets low words when a segment writes it, or now."""
@@ -253,7 +254,8 @@ class LowWords:
         if not any(piece.layout == given.layout for piece in given.pieces):
             t.copy_(wide)
         for piece in given.pieces:
-            part = part_of(wide, piece.data, t)
+            view = Part.of(given.layout, piece.layout).view
+            part = piece_of(wide, *view) if view else wide
             if piece.moved:
                 piece.data.copy_(part)
             else:
@@ -327,7 +329,8 @@ class LowWords:
         data, residual = owned.tensor.data, self.ensure(owned)
         name = "" if residual is None else residual.storage
         if residual is None or not rounds_residuals(name, data.dtype) or self.by_chance(name):
-            return self._store_state(owned, self._whole(data, lows))
+            whole = join(_done, data, self.wide[data.dtype], self._all_of(data, lows))
+            return self._store_state(owned, whole)
         self.mark_written(owned)
         residual.expected = None
         residual.components[0].copy_(lows[0])  # the exact one, rounded to nearest
@@ -343,15 +346,13 @@ class LowWords:
             self.born(t, self.transient[t.dtype])
         return self._lows(t) or ()
 
-    def lows_of_result(self, t: Tensor) -> tuple[Tensor, ...]:
+    def parts_of_result(self, t: Tensor) -> Lows:
         """Return new low words for memory that a segment makes; none for other dtypes."""
         dtype = t.dtype
         if dtype not in self.wide:
             return ()
-        storage = t.untyped_storage()
-        return self.memory[storage._cdata].hold_result(
-            t, storage, self.transient[dtype].residuals[dtype]
-        )
+        storage, dtypes = t.untyped_storage(), self.transient[dtype].residuals[dtype]
+        return self._all_of(t, self.memory[storage._cdata].hold_result(t, storage, dtypes))
 
     def wrote(self, tensor: Tensor) -> list[Owned]:
         """Note a state that a compiled graph has written, with its residual; return it."""
@@ -423,3 +424,7 @@ class LowWords:
             for owned in self._memory_of(t).states:  # views count versions together
                 if (found := self.of_tensor.get(id(owned.tensor))) is not None:
                     found.settle()
+
+
+def _done(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -1,10 +1,11 @@
 """Pieces of memory: the states in them, the parts that have low words, and where these lie."""
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -13,11 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.hooks.optimizer_hooks import optimizers
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.runtime.residuals.checksum import same_bits
-from collage_fx.runtime.residuals.memory import has_memory, new_memory, span, tensor_on
+from collage_fx.runtime.residuals.memory import empty_as, has_memory, new_memory, span, tensor_on
 from collage_fx.runtime.residuals.residual import Residual, warn_of_cleared
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import join_in, split_into
 from collage_fx.runtime.storage.state_name import StateName
+from collage_fx.segments.operations import piece_of
 from collage_fx.segments.trie import Layout, layout_of
+
+copy_ = torch.ops.aten.copy_.default
 
 NOWHERE = -1
 """The group of a state that is in no place that is looked at."""
@@ -56,26 +61,56 @@ class Input:
     """The tensor that was met there, if it is none that is known to be a state."""
 
 
-@dataclass(slots=True)
-class Part:
+class Part(NamedTuple):
     """A part of a piece of memory that has low words."""
 
-    within: Layout
-    """The piece of memory."""
-    layout: Layout
+    view: tuple[Any, ...]
+    """Size, stride, and offset from the beginning of the piece; empty for all of it."""
     storage: str
-    count: int
+    words: int
     """Number of low words of each element."""
 
-    @property
-    def exact(self) -> bool:
-        """True if the part is the whole of the piece."""
-        return self.within == self.layout
+    @classmethod
+    def of(cls, whole: Layout, part: Layout, storage: str = "", words: int = 0) -> "Part":
+        """Return a part of memory with these layouts."""
+        if whole is part or whole == part:
+            return cls((), storage, words)
+        return cls((*part[1:3], part[3] - whole[3]), storage, words)
 
-    @property
-    def view(self) -> tuple[Any, ...]:
-        """Size, stride, and offset from the beginning of the piece."""
-        return (*self.layout[1:3], self.layout[3] - self.within[3])
+
+Lows: TypeAlias = Sequence[tuple[Part, Sequence[Any]]]
+"""The parts of a piece of memory, with their low words: tensors, or nodes of a graph."""
+Do: TypeAlias = Callable[..., Any]
+"""Function that does an operation, or appends it to a graph: (operation, *operands) -> result."""
+
+
+def join(do: Do, hi: Any, dtype: torch.dtype, lows: Lows) -> Any:
+    """Return the whole value of a piece of memory in a wider dtype, in memory of its own."""
+    if len(lows) == 1 and not lows[0][0].view:
+        ((part, words),) = lows
+        return do(join_in, dtype, part.storage, hi, *words)
+    whole = do(widened, hi, dtype)
+    for part, words in lows:
+        high, to = (do(piece_of, x, *part.view) if part.view else x for x in (hi, whole))
+        do(copy_, to, do(join_in, dtype, part.storage, high, *words))
+    return whole
+
+
+def split(do: Do, x: Any, hi: Any, dtype: torch.dtype, lows: Lows) -> None:
+    """Write a whole value over a piece of memory of a dtype, and into its low words."""
+    if not (len(lows) == 1 and not lows[0][0].view):
+        do(copy_, hi, x)
+    for part, words in lows:
+        value, high = (do(piece_of, y, *part.view) if part.view else y for y in (x, hi))
+        made = do(split_into, part.storage, value, dtype)
+        for k, to in enumerate((high, *words)):
+            do(copy_, to, do(operator.getitem, made, k))
+
+
+def widened(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype, with its strides, if none of its elements share memory."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(t)
+    return t.to(dtype) if dense or 0 in t.stride() else empty_as(t, dtype).copy_(t)
 
 
 @dataclass(eq=False, slots=True)
@@ -299,10 +334,3 @@ def covers(t: Tensor, part: Tensor) -> bool:
     """Return True if part, in the same storage, lies in t, from its first element to its last."""
     (start, end), (first, last) = (span(*layout_of(one)[1:]) for one in (t, part))
     return start <= first and last <= end
-
-
-def part_of(wide: Tensor, part: Tensor, t: Tensor) -> Tensor:
-    """Return the piece of wide, which is like t, that is where part is in t."""
-    if layout_of(part) == layout_of(t):
-        return wide
-    return wide.as_strided(part.size(), part.stride(), part.storage_offset() - t.storage_offset())

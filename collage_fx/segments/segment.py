@@ -173,6 +173,8 @@ class Segment:
 
     def only_in(self, strands: frozenset[int]) -> set[int]:
         """Return the inputs, and the values that live on, that no other strands have."""
+        if not strands:
+            return set()
         mine = [s for k, s in enumerate(self.strands) if k in strands]
         others = {i for k, s in enumerate(self.strands) if k not in strands for i in s.inputs}
         inputs = {self.inputs[i] for s in mine for i in s.inputs - others}
@@ -355,132 +357,133 @@ def _states(segment: Segment, call: Call, *, written: bool) -> Iterator[Owned]:
             yield from (p.owned for p in given.pieces if p.owned.owner == "state")
 
 
-@dataclass
-class Operands:
-    """Operands of the operations of a segment, in a run of it or in a graph."""
+class WholeValues:
+    """A segment on whole values, done operation by operation; `segment_graph` makes a graph of it.
 
-    segment: Segment
-    dtypes: dict[Any, torch.dtype]
-    """dtype -> what is computed in for it; empty to leave all as they are."""
-    value: Callable[[int], Any]
-    number: Callable[[int], Any]
-    cast: Callable[[Any, torch.dtype], Any]
+    No operation needs a rule: an expansion enters as the number in a wider dtype that it is, and is
+    split when it is stored, once for all operations of the segment between. What has nothing to do
+    with low words is done as in eager PyTorch. An input is joined when it is read first; a value is
+    stored when no later line has to do with it.
+    """
 
-    def function(self, line: Line) -> Callable[..., Any]:
-        """Return the function of an operation: as it stands, if they are left as they are."""
-        if self.dtypes or line.func is not undone:
-            return line.func
-        return lambda rounded, _: rounded
+    def __init__(self, segment: Segment, call: Call, words: LowWords) -> None:
+        self.segment = segment
+        self.words = words
+        self.inputs = dict(zip(segment.inputs, call.inputs, strict=True))
+        self.given: dict[int, Any] = {at: given.data for at, given in self.inputs.items()}
+        """Input -> its memory."""
+        self.made: dict[int, Any] = dict(zip(segment.live, call.memory, strict=True))
+        """Result that lives on -> its memory."""
+        self._begin(segment.computed(words), call.plain, call.floats)
 
-    def of(self, line: Line) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of an operation, and those by name."""
-        if line.func is VIEW_AS and self.dtypes:  # of the dtype whose bits it looks at
+    def _begin(self, computed: dict[Any, Any], plain: frozenset[int], numbers: list[Any]) -> None:
+        self.computed, self.plain, self.numbers = computed, plain, numbers
+        self.env: list[Any] = [None] * len(self.segment.root)
+
+    def run(self) -> None:
+        """Do all lines."""
+        done: list[Line] = []
+        try:
+            for line in self.segment.lines:
+                self._do(line)
+                done.append(line)
+        except BaseException:  # as after the same error in eager PyTorch
+            wrote = {at for line in done for at in line.writes if at in self.given | self.made}
+            for at in wrote.difference(*(line.stored for line in done)):
+                self._put_back(at)
+            raise
+
+    def _do(self, line: Line) -> None:
+        left = line.strand in self.plain
+        dtypes, value = ({}, self._as_it_is) if left else (self.computed, self._value)
+        func, (args, kwargs) = line.func, self._operands(line, value, dtypes)
+        first = line.args[0] if dtypes and line.args else None
+        dtype = self.segment.dtype[first.at] if type(first) is Value else None
+        if rounds_number(func, dtype):
+            func, args = compared, [func, dtype, *args]
+        elif func is undone and not dtypes:
+            func = _as_rounded
+        for at, one in zip(line.made, self._called(line, func, args, kwargs), strict=False):
+            self.env[at] = one
+        for at, dtype in zip(line.made, line.dtypes if dtypes else (), strict=False):
+            self.env[at] = self._cast(self.env[at], dtypes.get(dtype, dtype))  # not the widest one
+        for at in line.stored:
+            self._put_back(at)
+        for at in line.over:
+            self.env[at] = None
+
+    def _operands(
+        self, line: Line, value: Callable[[int], Any], dtypes: dict[Any, torch.dtype]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of an operation, and those by name, with these values and dtypes."""
+        if line.func is VIEW_AS and dtypes:  # of the dtype whose bits it looks at
             x = line.args[0].at
-            return [self.cast(self.value(x), self.segment.dtype[x]), line.args[1]], {}
-        return [*map(self._one, line.args)], {k: self._one(v) for k, v in line.kwargs}
+            return [self._cast(value(x), self.segment.dtype[x]), line.args[1]], {}
+        args = [self._operand(a, value, dtypes) for a in line.args]
+        return args, {k: self._operand(v, value, dtypes) for k, v in line.kwargs}
 
-    def compares_in(self, line: Line) -> Any:
-        """Return the dtype to which the step rounds the number that it compares with; or None."""
-        x = line.args[0] if self.dtypes and line.args else None
-        dtype = self.segment.dtype[x.at] if type(x) is Value else None
-        return dtype if rounds_number(line.func, dtype) else None
-
-    def _one(self, a: Any) -> Any:
+    def _operand(self, a: Any, value: Callable[[int], Any], dtypes: dict[Any, Any]) -> Any:
         kind = type(a)
         if kind is Value:
-            return self.value(a.at)
+            return value(a.at)
         if kind is Number:
-            return self.number(a.at)
+            return self.numbers[a.at]
         if kind is tuple:
-            return [self._one(x) for x in a]
+            return [self._operand(x, value, dtypes) for x in a]
         if kind is Constant:
             return a.value
-        return self.dtypes.get(a, a) if kind is torch.dtype else a
+        return dtypes.get(a, a) if kind is torch.dtype else a
 
+    def _value(self, at: int) -> Any:
+        if self.env[at] is None and at in self.given:
+            self.env[at] = self._joined(at)
+        return self.env[at]
 
-def run_joined(segment: Segment, call: Call, words: LowWords) -> None:
-    """Do a segment as it stands, on whole values in the wide dtype; store each when it is done.
+    def _as_it_is(self, at: int) -> Any:
+        if at not in self.given:
+            return self.env[at]
+        if at in self.segment.written:
+            self.env[at] = self.given[at]
+        return self.given[at]
 
-    No operation needs a rule: an expansion enters as the fp32 number that it is (float64 for fp32
-    states) and is split when it is stored, once for all operations of the segment between. What has
-    nothing to do with low words is done as in eager PyTorch.
-    """
-    given = dict(zip(segment.inputs, call.inputs, strict=True))
-    made = dict(zip(segment.live, call.memory, strict=True))
-    env: list[Any] = [None] * len(segment.root)
+    def _put_back(self, at: int) -> None:
+        if self.env[at] is not self.given.get(at):
+            self._store(at, self.env[at])
 
-    def value(at: int) -> Any:
-        if env[at] is None and at in given:
-            t = given[at]
-            dtype = t.data.dtype
-            env[at] = (
-                words.joined(t) if dtype in words.wide else t.data.to(computed.get(dtype, dtype))
-            )
-        return env[at]
+    # In a graph other ones are in the place of these.
 
-    def as_it_is(at: int) -> Any:
-        if at not in given:
-            return env[at]
-        if at in segment.written:
-            env[at] = given[at].data
-        return given[at].data
+    def _joined(self, at: int) -> Any:
+        t = self.given[at]
+        if t.dtype in self.words.wide:
+            return self.words.joined(self.inputs[at])
+        return t.to(self.computed.get(t.dtype, t.dtype))
 
-    computed = segment.computed(words)
-    number, cast = call.floats.__getitem__, Tensor.to
-    widened = Operands(segment, computed, value, number, cast)
-    left = Operands(segment, {}, as_it_is, number, cast)
-    narrowed = Operands(segment, {}, lambda at: value(at).to(segment.dtype[at]), number, cast)
-    unstored: set[int] = set()
-    for line in segment.lines:
-        operands = left if line.strand in call.plain else widened
-        args, kwargs = operands.of(line)
+    def _called(self, line: Line, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation makes; in the step's own dtypes, if it takes no wide values."""
+        wide = line.strand not in self.plain
         try:
-            if (dtype := operands.compares_in(line)) is not None:
-                result = compared(line.func, dtype, *args, **kwargs)
-            else:
-                func = operands.function(line)
-                if operands is left:
-                    result = func(*args, **kwargs)
-                else:
-                    result = _done_wide(func, line, (args, kwargs), narrowed)
-        except BaseException:
-            for at in unstored:  # as after the same error in eager PyTorch
-                _store(env[at], given.get(at), made.get(at), words)
-            raise
-        unstored.update(at for at in line.writes if at in given or at in made)
-        for at, one in zip(line.made, result if line.many else (result,), strict=False):
-            env[at] = one
-        for at, dtype in zip(line.made, line.dtypes, strict=False):
-            env[at] = env[at].to(operands.dtypes.get(dtype, dtype))  # not as the widest operand is
-        unstored.difference_update(line.stored)
-        for at in line.stored:
-            _store(env[at], given.get(at), made.get(at), words)
-        for at in line.over:
-            env[at] = None
+            result = (in_float64(func) if wide else func)(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            if line.writes or not wide:
+                raise
+            args, kwargs = self._operands(line, self._narrowed, {})
+            result = line.func(*args, **kwargs)
+        return result if line.many else (result,)
+
+    def _narrowed(self, at: int) -> Any:
+        return self._cast(self._value(at), self.segment.dtype[at])
+
+    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        return x.to(dtype)
+
+    def _store(self, at: int, value: Any) -> None:
+        if at in self.given:
+            self.words.store(self.inputs[at], value)
+        elif self.made[at].dtype in self.words.wide and value.dtype is not self.made[at].dtype:
+            self.words.keep(self.made[at], value)
+        else:
+            self.made[at].copy_(value)
 
 
-def _done_wide(
-    func: Callable[..., Any],
-    line: Line,
-    wide: tuple[list[Any], dict[str, Any]],
-    narrowed: Operands,
-) -> Any:
-    """Do an operation in the wide dtype, or in the step's own dtypes if it takes no other."""
-    args, kwargs = wide
-    try:
-        return in_float64(func)(*args, **kwargs)
-    except (RuntimeError, NotImplementedError):
-        if line.writes:
-            raise
-        args, kwargs = narrowed.of(line)
-        return func(*args, **kwargs)
-
-
-def _store(value: Tensor, given: Input | None, made: Tensor | None, words: LowWords) -> None:
-    if given is not None:
-        if value is not given.data:
-            words.store(given, value)
-    elif made is not None and made.dtype in words.wide and value.dtype is not made.dtype:
-        words.keep(made, value)
-    elif made is not None:
-        made.copy_(value)
+def _as_rounded(rounded: Any, _: Any) -> Any:
+    return rounded

@@ -15,15 +15,11 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from collage_fx.passes.ir.program import NUMBER
-from collage_fx.passes.rewrite.comparisons import compared
-from collage_fx.runtime.storage.registry import join_in, split_into
 from collage_fx.runtime.torch_private import FakeTensorMode, FloatTensorSource, LocalSource
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import Part
-from collage_fx.segments.operations import piece_of
-from collage_fx.segments.segment import Operands, Segment
+from collage_fx.segments.memory import Lows, Part, copy_, join, split
+from collage_fx.segments.segment import Line, Segment, WholeValues
 
-aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 
@@ -98,12 +94,15 @@ class Given:
     args: list[Tensor]
     lows: list[Tensor] = field(default_factory=list)
     """Low words, behind the numbers that are inputs."""
-    structure: Any = None
-    """Structure of the operands, on which the compiled code depends too."""
     plain: frozenset[int] = frozenset()
     """The strands that are done as they stand."""
-    parts: Sequence[list[Part]] = ()
+    parts: tuple[tuple[Part, ...], ...] = ()
     """Parts of each operand that have low words."""
+
+    @property
+    def structure(self) -> Any:
+        """Structure of the operands, on which the compiled code depends too."""
+        return self.plain, self.parts
 
 
 Made: TypeAlias = tuple[Callable[[list[Any]], bool], Callable[..., bool]]
@@ -127,7 +126,7 @@ class Compiled:
 
     def fits(self, given: Given, floats: list[float], pattern: Numbers | None) -> bool:
         """Return True if it is right for a call, of which the floats are as the pattern says."""
-        if self.structure is not given.structure and self.structure != given.structure:
+        if self.structure != given.structure:
             return False
         before = self.numbers
         if not (before is pattern or before.have(floats)) and not all(
@@ -171,22 +170,71 @@ def same_number(a: float, b: float) -> bool:
     return isnan(a) and isnan(b)
 
 
-Lows: TypeAlias = list[tuple[Part, list[Node]]]
-"""The parts of a piece of memory, with their low words."""
+class _InGraph(WholeValues):
+    """The same as a graph; the arguments are those of `graph_of_segment`."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        numbers: Numbers,
+        words: LowWords | None,
+        parts: Sequence[Sequence[Part]],
+        plain: frozenset[int],
+    ) -> None:
+        self.segment, self.graph = segment, Graph()
+        add = self.graph.placeholder
+        self.given = {at: add(f"input{i}") for i, at in enumerate(segment.inputs)}
+        self.made = {at: add(f"result{i}") for i, at in enumerate(segment.live)}
+        floats = {i: add(f"float{i}") for i in numbers.changing}
+        self.places = self.given | self.made
+        self.lows: dict[int, Lows] = {}
+        for i, (at, some) in enumerate(zip(self.places, parts, strict=False)):
+            names = [[f"low{i}_{k}_{n}" for n in range(part.words)] for k, part in enumerate(some)]
+            self.lows[at] = [(p, list(map(add, n))) for p, n in zip(some, names, strict=True)]
+        self.wide = words.wide if words is not None else {}
+        self.left = segment.only_in(plain)
+        items = {i: self.graph.call_method("item", (node,)) for i, node in floats.items()}
+        given = [items.get(k, x) for k, x in zip(numbers.same, numbers.floats, strict=True)]
+        self._begin(segment.computed(words) if words is not None else {}, plain, given)
+
+    def _joined(self, at: int) -> Node:
+        hi, dtype = self.given[at], self.segment.dtype[at]
+        if dtype in self.wide:
+            return join(self._append, hi, self.wide[dtype], self.lows[at])
+        return self._cast(hi, self.computed[dtype]) if dtype in self.computed else hi
+
+    def _called(self, line: Line, func: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Node]:
+        node = self.graph.call_function(func, tuple(args), kwargs)
+        node.stack_trace = line.where
+        if not line.many:
+            return [node]
+        return [self._append(operator.getitem, node, k) for k in range(len(line.made))]
+
+    def _cast(self, x: Node, dtype: torch.dtype) -> Node:
+        return self.graph.call_method("to", (x, dtype))
+
+    def _store(self, at: int, value: Node) -> None:
+        hi, dtype = self.places[at], self.segment.dtype[at]
+        if dtype in self.wide and at not in self.left:
+            split(self._append, value, hi, dtype, self.lows[at])
+        else:
+            self._append(copy_, hi, value)
+
+    def _append(self, func: Any, *args: Any) -> Node:
+        return self.graph.call_function(func, args)
 
 
 def graph_of_segment(
     segment: Segment,
     numbers: Numbers,
     words: LowWords | None = None,
-    parts: Sequence[list[Part]] = (),
+    parts: Sequence[Sequence[Part]] = (),
     plain: frozenset[int] = frozenset(),
 ) -> GraphModule:
     """Return a graph of operations that write their operands, as the step did them.
 
     Its inputs are those of the segment, the memory that results are stored in, the floats that
-    change, as 0-d tensors, and the low words, if it is the graph of `run_joined`. It returns
-    nothing.
+    change, as 0-d tensors, and the low words, if it is on whole values. It returns nothing.
 
     Args:
         segment: what it does.
@@ -195,100 +243,10 @@ def graph_of_segment(
         parts: for each input, and each memory of a result, the parts that have low words.
         plain: the strands that are done as they stand.
     """
-    graph, env = Graph(), list[Any]([None] * len(segment.root))
-    places = {at: graph.placeholder(f"input{i}") for i, at in enumerate(segment.inputs)}
-    places |= {at: graph.placeholder(f"result{i}") for i, at in enumerate(segment.live)}
-    floats = {i: graph.placeholder(f"float{i}") for i in numbers.changing}
-    lows: dict[int, Lows] = {}
-    for i, (at, some) in enumerate(zip(places, parts or [[]] * len(places), strict=True)):
-        names = [[f"low{i}_{k}_{n}" for n in range(part.count)] for k, part in enumerate(some)]
-        lows[at] = [(p, list(map(graph.placeholder, n))) for p, n in zip(some, names, strict=True)]
-    wide = words.wide if words is not None else {}
-    computed = segment.computed(words) if words is not None else {}
-    left = segment.only_in(plain)
-    for at in segment.inputs:
-        hi, dtype = places[at], segment.dtype[at]
-        if at in left:
-            env[at] = hi
-        elif dtype in wide:
-            env[at] = _join(graph, hi, wide[dtype], lows[at])
-        else:
-            env[at] = graph.call_method("to", (hi, computed[dtype])) if dtype in computed else hi
-    items = {i: graph.call_method("item", (node,)) for i, node in floats.items()}
-    given = [items.get(k, x) for k, x in zip(numbers.same, numbers.floats, strict=True)]
-    _add_lines(graph, segment, env, given, computed, plain, places)
-    for i, (at, hi) in enumerate(places.items()):
-        dtype, result = segment.dtype[at], i >= len(segment.inputs)
-        if at in left and not result:
-            continue
-        if dtype in wide and at not in left and (result or at in segment.written):
-            _split(graph, env[at], hi, dtype, lows[at])
-        elif result or (dtype in computed and at in segment.written):
-            graph.call_function(aten.copy_.default, (hi, env[at]))
-    graph.output(())
-    return GraphModule(torch.nn.Module(), graph)
-
-
-def _add_lines(
-    graph: Graph,
-    segment: Segment,
-    env: list[Any],
-    numbers: list[Any],
-    dtypes: dict[torch.dtype, torch.dtype],
-    plain: frozenset[int],
-    places: dict[int, Node],
-) -> None:
-    """Add the operations, with other dtypes in the place of those that they name."""
-    inputs = set(segment.inputs)
-
-    def cast(x: Any, dtype: torch.dtype) -> Node:
-        return graph.call_method("to", (x, dtype))
-
-    def as_it_is(at: int) -> Any:
-        return places[at] if at in inputs else env[at]
-
-    number = numbers.__getitem__
-    widened = Operands(segment, dtypes, env.__getitem__, number, cast)
-    left = Operands(segment, {}, as_it_is, number, cast)
-    for line in segment.lines:
-        operands = left if line.strand in plain else widened
-        args, kwargs = operands.of(line)
-        if (dtype := operands.compares_in(line)) is not None:
-            node = graph.call_function(compared, (line.func, dtype, *args), kwargs)
-        else:
-            node = graph.call_function(operands.function(line), tuple(args), kwargs)
-        node.stack_trace = line.where
-        for k, at in enumerate(line.made):
-            env[at] = graph.call_function(operator.getitem, (node, k)) if line.many else node
-            if operands.dtypes and k < len(line.dtypes):
-                env[at] = cast(env[at], dtypes.get(line.dtypes[k], line.dtypes[k]))
-
-
-def _join(graph: Graph, hi: Node, wide: torch.dtype, lows: Lows) -> Node:
-    if len(lows) == 1 and lows[0][0].exact:
-        ((part, words),) = lows
-        return graph.call_function(join_in, (wide, part.storage, hi, *words))
-    whole = graph.call_method("to", (hi, wide))
-    for part, words in lows:
-        at = _piece(graph, whole, part)
-        value = graph.call_function(join_in, (wide, part.storage, _piece(graph, hi, part), *words))
-        graph.call_function(aten.copy_.default, (at, value))
-    return whole
-
-
-def _split(graph: Graph, x: Node, hi: Node, dtype: torch.dtype, lows: Lows) -> None:
-    if not (len(lows) == 1 and lows[0][0].exact):
-        graph.call_function(aten.copy_.default, (hi, x))
-    for part, words in lows:
-        value, high = _piece(graph, x, part), _piece(graph, hi, part)
-        results = graph.call_function(split_into, (part.storage, value, dtype))
-        for k, to in enumerate((high, *words)):
-            one = graph.call_function(operator.getitem, (results, k))
-            graph.call_function(aten.copy_.default, (to, one))
-
-
-def _piece(graph: Graph, x: Node, part: Part) -> Node:
-    return x if part.exact else graph.call_function(piece_of, (x, *part.view))
+    made = _InGraph(segment, numbers, words, parts, plain)
+    made.run()
+    made.graph.output(())
+    return GraphModule(torch.nn.Module(), made.graph)
 
 
 def with_fakes(gm: GraphModule, given: Given, numbers: Numbers) -> tuple[FakeTensorMode, list[Any]]:

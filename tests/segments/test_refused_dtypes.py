@@ -13,7 +13,7 @@ from recorded_steps import train as train_all
 from torch import Tensor
 
 import collage_fx
-from collage_fx.segments import segment
+from collage_fx.segments.segment import WholeValues
 
 
 def _of_the_step(x: Tensor) -> None:
@@ -111,6 +111,6 @@ def test_what_takes_fp32_only_is_given_that(
     begin = torch.cat([p.detach().double().flatten() for p in start(torch.bfloat16)])
     assert off(train_all(update, record=True, storage="mcf2")[0], exact, begin) < 0.02
     if operation is fake_quantized:  # the control; the other is done at once
-        monkeypatch.setattr(segment, "_done_wide", lambda func, _, given, __: func(*given[0]))
+        monkeypatch.setattr(WholeValues, "_narrowed", WholeValues._value)
         with pytest.raises(RuntimeError, match="found Double"):
             train_all(update, record=True, storage="mcf2")

@@ -16,7 +16,7 @@ from torch import Tensor
 import collage_fx
 from collage_fx.runtime.residuals.store import STORE, ResidualStore
 from collage_fx.runtime.storage.state_name import StateName
-from collage_fx.segments import executors, joined_compiler
+from collage_fx.segments import executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.segment_graph import Numbers, SeenNumbers
 
@@ -117,7 +117,6 @@ def run(way: str, change: Callable[[Each], None], *storages: str) -> list[Tensor
 
 
 def remember_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(joined_compiler._Before, "lows", lambda *_: None)
     patch.setattr(executors._Rewritten, "known", property(lambda _: None, lambda *_: None))
     patch.setattr(Numbers, "have", lambda *_: False)
     patch.setattr(LowWords, "_ensured", lambda *_: object())
@@ -128,15 +127,7 @@ def see_no_residual(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(executors._Rewritten, "lacks_residual", lambda *_: False)
 
 
-def see_no_change(patch: pytest.MonkeyPatch) -> None:
-    always = property(lambda _: STORE.generation, lambda *_: None)
-    patch.setattr(joined_compiler._Before, "generation", always, raising=False)
-    patch.setattr(joined_compiler, "_looks", lambda _: ())
-    patch.setattr(joined_compiler, "_can_be_written", lambda *_: True)
-
-
 def ask_no_storage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(joined_compiler._Before, "lows", lambda *_: None)
     patch.setattr(LowWords, "_ensured", lambda *_: None)
 
 
@@ -172,12 +163,10 @@ def test_two_steps_of_other_storages_do_not_take_what_the_other_has_left(
     ("way", "change", "storages", "blind"),
     [
         ("rewritten", a_residual_where_none_was, (), see_no_residual),
-        ("joined", lost_residuals, (), see_no_change),
-        ("joined", nothing, ("mcf2",), see_no_change),
         ("joined", nothing, ("mcf2",), ask_no_storage),
     ],
 )
-@pytest.mark.quick("joined-lost_residuals-*")
+@pytest.mark.quick("joined-nothing-*")
 def test_what_does_not_look_is_wrong(
     way: str, change: Any, storages: tuple[str, ...], blind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
