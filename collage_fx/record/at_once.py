@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, is_foreach, received
+from collage_fx.passes.rewrite.wider import on_wider
 from collage_fx.record.notes import Notes
 from collage_fx.record.numbers_read import NumbersRead
 from collage_fx.runtime.residuals.memory import has_memory
@@ -110,8 +110,6 @@ class AtOnce:
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
         if _draws(func) and by_name(func, args, kwargs).get("dropout_p", 1) != 0:
             result = self._drawn(func, operation, args, kwargs, joined)
-        elif args and rounds_number(func, getattr(args[0], "dtype", None)):
-            result = compared(func, args[0].dtype, *given[0], **given[1])
         else:
             result = self._tried(func, operation, args, kwargs, given, wide)
         for t in filter(has_memory, tensors_in(operation.written_of(args, kwargs), {})):
@@ -183,7 +181,8 @@ class AtOnce:
         written = tensors_in(operation.written_of(args, kwargs), {})
         others = [(t, t.clone()) for t in written if id(t) not in wide and has_memory(t)]
         try:
-            return func(*given[0], **given[1])
+            first = args[0] if args else None
+            return on_wider(func, getattr(first, "dtype", None))(*given[0], **given[1])
         except Exception:  # an error of the step's own comes again
             for t, before in others:
                 t.copy_(before)

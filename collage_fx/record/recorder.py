@@ -15,7 +15,7 @@ from collage_fx.hooks import data_reads, nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.passes.dedup.repeated_tensors import divided, writes_list
 from collage_fx.passes.frontend.decompose import DIVIDING, parts_of
-from collage_fx.passes.rewrite.powers import in_float64
+from collage_fx.passes.rewrite.wider import on_wider
 from collage_fx.record.at_once import AtOnce, Unrecorded, in_python, tensors_in
 from collage_fx.record.dispatch_modes import BesideDynamo, RecordingMode
 from collage_fx.record.graphs.notes import GraphNotes
@@ -305,7 +305,7 @@ class Recorder:
 
     def _function(self, func: Any) -> Callable[..., Any]:
         """Return the function that does arithmetic on the host as graphs and segments do it."""
-        return func if self.words.plain else in_float64(func)
+        return func if self.words.plain else on_wider(func)
 
     def _on_host(self, operation: Operation, args: Any, kwargs: Any) -> bool:
         """Return True if this is arithmetic of numbers on the host, such as a count of steps.

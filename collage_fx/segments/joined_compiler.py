@@ -15,9 +15,8 @@ from collage_fx.compilation.inductor import (
 )
 from collage_fx.compilation.session import Session
 from collage_fx.passes.ir.listing import text_of
-from collage_fx.passes.rewrite.powers import powers_in_float64
 from collage_fx.passes.rewrite.roundings import ROUNDED, keep_user_roundings
-from collage_fx.passes.rewrite.symbolic_scalars import Table, keep_symbols
+from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.torch_private import (
     FakeTensorMode,
@@ -75,11 +74,8 @@ class Joining:
         """Return the function that runs a segment with these numbers, and the guard on others."""
         gm = graph_of_segment(segment, numbers, self.words, given.parts, given.plain)
         mode, fakes = with_fakes(gm, given, numbers)
-        table = select_decomp_table()
-        if len(given.plain) < len(segment.strands):
-            table = powers_in_float64(table)
         with noted_roundings() if given.plain else nullcontext():
-            function = compile_joined(self.session, gm, mode, fakes, keep_symbols(table))
+            function = compile_joined(self.session, gm, mode, fakes)
 
         def run(args: list[Any]) -> bool:
             function(args)
@@ -93,13 +89,12 @@ def compile_joined(
     gm: GraphModule,
     mode: FakeTensorMode,
     fakes: Sequence[Any],
-    table: Table,
 ) -> Callable[[list[Any]], Any]:
     """Return the function of a graph that joins its inputs at the beginning and splits at the end.
 
-    Its inputs are those fake tensors, of this mode. It returns nothing. AOTAutograd decomposes by
-    this table.
+    Its inputs are those fake tensors, of this mode. It returns nothing.
     """
+    table = keep_symbols(select_decomp_table())
     whole: list[Callable[[list[Any]], Any]] = []
 
     def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -12,8 +12,7 @@ from torch import Tensor
 from collage_fx.gradients.multiplied import Multiplied
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.graph_memory import Connected
-from collage_fx.passes.rewrite.comparisons import compared, rounds_number
-from collage_fx.passes.rewrite.powers import in_float64
+from collage_fx.passes.rewrite.wider import on_wider
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
 from collage_fx.segments.operations import OPERATIONS, is_overwriting
@@ -399,9 +398,9 @@ class WholeValues:
         func, (args, kwargs) = line.func, self._operands(line, value, dtypes)
         first = line.args[0] if dtypes and line.args else None
         dtype = self.segment.dtype[first.at] if type(first) is Value else None
-        if rounds_number(func, dtype):
-            func, args = compared, [func, dtype, *args]
-        elif func is undone and not dtypes:
+        if dtypes:
+            func = on_wider(func, dtype)
+        elif func is undone:
             func = _as_rounded
         for at, one in zip(line.made, self._called(line, func, args, kwargs), strict=False):
             self.env[at] = one
@@ -460,11 +459,10 @@ class WholeValues:
 
     def _called(self, line: Line, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Return what an operation makes; in the step's own dtypes, if it takes no wide values."""
-        wide = line.strand not in self.plain
         try:
-            result = (in_float64(func) if wide else func)(*args, **kwargs)
+            result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            if line.writes or not wide:
+            if line.writes or line.strand in self.plain:
                 raise
             args, kwargs = self._operands(line, self._narrowed, {})
             result = line.func(*args, **kwargs)

@@ -4,7 +4,7 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import copysign, isfinite, isnan
 from typing import Any, TypeAlias
 
@@ -204,6 +204,8 @@ class _InGraph(WholeValues):
         return self._cast(hi, self.computed[dtype]) if dtype in self.computed else hi
 
     def _called(self, line: Line, func: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Node]:
+        if isinstance(func, partial):
+            func, args = func.func, [*func.args, *args]
         node = self.graph.call_function(func, tuple(args), kwargs)
         node.stack_trace = line.where
         if not line.many:

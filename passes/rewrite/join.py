@@ -1,5 +1,6 @@
 """Pass 9: do the whole graph on joined values, where slices would lose a part of a state."""
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,6 @@ from torch.fx.node import map_aggregate, map_arg
 
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
-from collage_fx.passes.frontend.decompose import COMPARISONS, compare
 from collage_fx.passes.frontend.whole_reads import readable_whole
 from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
@@ -29,9 +29,9 @@ from collage_fx.passes.ir.program import (
     value_of,
 )
 from collage_fx.passes.ir.verdict import UNKNOWN, Change, Verdict, VerdictKind
-from collage_fx.passes.rewrite.powers import POWERS, in_float64
 from collage_fx.passes.rewrite.residual_inputs import add_members, add_residuals
 from collage_fx.passes.rewrite.roundings import keep_roundings
+from collage_fx.passes.rewrite.wider import on_wider
 from collage_fx.runtime.expansion.eft import FP8, wider_dtypes
 from collage_fx.runtime.storage.registry import (
     STORAGES,
@@ -243,13 +243,13 @@ class _Joiner:
 
     def _operation(self, node: Node) -> Any:
         """Append an operation in the wider dtypes; return its result, a tuple if there are some."""
-        if node.target in POWERS and all(map(is_tensor, node.all_input_nodes)):
-            return self._power(node)
-        if node.target in COMPARISONS and isinstance(node.args[1], int | float):
-            return self._comparison(node, node.args[0], node.args[1])
-        of: Any = node.args[0] if node.target is operator.getitem else None
-        if isinstance(self.env.get(of), tuple):
+        of: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(self.env[of], tuple):
             return self.env[of][node.args[1]]
+        dtype = value_of(of).dtype if isinstance(of, Node) and is_tensor(of) else None
+        function = on_wider(node.target, dtype)
+        if function is not node.target and all(map(is_tensor, node.all_input_nodes)):
+            return self._on_wider(node, function)
         new = self.graph.node_copy(node, self.env.__getitem__)
         args, kwargs = map_aggregate(
             (new.args, new.kwargs),
@@ -266,32 +266,21 @@ class _Joiner:
             return new  # a list, of which the items come next
         return self._converted(new, self.computed.get(before.dtype, before.dtype))
 
-    def _comparison(self, node: Node, operand: Any, number: float) -> Node:
-        """Append a comparison with a number, which 16-bit operands have rounded."""
-        dtype = value_of(operand).dtype
-        if dtype not in LOW_PRECISION:
-            return self._call(node.target, self.env[operand], number)
-        made: Node = compare(self._call, node.target, self.env[operand], number, dtype)
-        return made
-
-    def _power(self, node: Node) -> Any:
-        """Append powers, of 0-d tensors in float64; return the result, or a tuple of them."""
+    def _on_wider(self, node: Node, function: Callable[..., Any]) -> Any:
+        """Append what does an operation on wider values; return the result, or a tuple of them."""
         args, xs = map_arg(node.args, self.env.__getitem__), list[Node]()
-        numbers = map_arg(args, xs.append)
+        name = (node.target, str(getattr(function, "args", "")), str(map_arg(args, xs.append)))
 
-        def power(*tensors: Tensor) -> Any:
+        def done(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            made = in_float64(node.target)(*map_arg(args, lambda _: next(given)))
+            made = function(*map_arg(args, lambda _: next(given)))
             return tuple(made) if isinstance(made, list) else made
 
-        made = self._inlined(power, (node.target, str(numbers)), xs)
-        dtypes = self.computed
-        if isinstance(made, tuple):
-            before = (v.dtype for v in node.meta["val"])
-            return tuple(
-                self._converted(x, dtypes.get(d, d)) for x, d in zip(made, before, strict=True)
-            )
-        return self._converted(made, dtypes.get(value_of(node).dtype, value_of(node).dtype))
+        made, before = self._inlined(done, name, xs), node.meta["val"]
+        if not isinstance(made, tuple):
+            return self._converted(made, self.computed.get(before.dtype, before.dtype))
+        dtypes = (self.computed.get(v.dtype, v.dtype) for v in before)
+        return tuple(itertools.starmap(self._converted, zip(made, dtypes, strict=True)))
 
     def _stored(self, node: Node, new: Node) -> list[Node]:
         """Return the words of the new value of an input."""

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from collage_fx.passes.frontend.decompose import COMPARISONS, DECOMPOSITIONS, is_rounded_power
 from collage_fx.passes.ir.program import Value, value_of
-from collage_fx.passes.rewrite.comparisons import compared, rounds_number
 from collage_fx.passes.rewrite.op_schema import each, functional, is_foreach, written
+from collage_fx.passes.rewrite.wider import compared, rounds_number
 from collage_fx.runtime.expansion.eft import WIDER, computed_in
 from collage_fx.runtime.trees import tree_leaves, tree_map_only
 

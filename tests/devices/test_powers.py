@@ -1,6 +1,6 @@
 """Bias corrections have equal bits in every way that a step is done, and are rounded once.
 
-For passes.rewrite.powers.
+For passes.rewrite.wider.
 """
 
 import os
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import collage_fx
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS
-from collage_fx.passes.rewrite.powers import in_float64, powers_in_float64
+from collage_fx.passes.rewrite.wider import on_wider
 
 pytestmark = pytest.mark.kernels
 
@@ -138,11 +138,8 @@ def test_every_operation_that_takes_powers_is_rounded_correctly(
     base = torch.tensor(BETAS[1])
 
     def taken(op: Any, *args: Any) -> list[Tensor]:
-        if not traced:
-            made = in_float64(op)(*args)
-        else:
-            table = powers_in_float64({})
-            made = make_fx(lambda *xs: op(*xs), decomposition_table=table)(*args)(*args)
+        function = on_wider(op)
+        made = (make_fx(function)(*args) if traced else function)(*args)
         return made if isinstance(made, list) else [made]
 
     expected = list(exact[:600:50, 1])
@@ -154,9 +151,9 @@ def test_every_operation_that_takes_powers_is_rounded_correctly(
         assert taken(aten.pow.Tensor_Scalar, base, int(count)) == [power]
     if not traced:
         written = [base.clone() for _ in counts]
-        in_float64(aten._foreach_pow_.List)(written, counts)
+        on_wider(aten._foreach_pow_.List)(written, counts)
         assert written == expected
-        assert in_float64(aten.pow_.Tensor)(base.clone(), counts[9]) == expected[9]
+        assert on_wider(aten.pow_.Tensor)(base.clone(), counts[9]) == expected[9]
 
 
 def test_the_oracle_can_fail(exact: Tensor) -> None:

@@ -1,6 +1,6 @@
 """An element that a step picks by its place, and meets its own tensor, is equal to itself.
 
-For passes.analysis.high_words and passes.rewrite.comparisons.
+For passes.analysis.high_words and passes.rewrite.wider.
 """
 
 from collections.abc import Callable

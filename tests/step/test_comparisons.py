@@ -1,6 +1,6 @@
 """A number that a 16-bit tensor is compared with is rounded first, as eager PyTorch does.
 
-For passes.rewrite.comparisons, passes.rewrite.symbolic_scalars and passes.frontend.decompose.
+For passes.rewrite.wider, passes.rewrite.symbolic_scalars and passes.frontend.decompose.
 """
 
 from collections.abc import Callable, Sequence
