@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from collage_fx.passes.ir.graph_memory import draws
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE, TURNS, by_name, is_foreach, received
 from collage_fx.passes.rewrite.wider import on_wider
 from collage_fx.record.notes import Notes
@@ -42,11 +43,6 @@ _DISTRIBUTIONS = frozenset(
 )
 """Random operations whose operands are parameters of a distribution, or written; others, such as
 dropout, change values."""
-
-
-def _draws(func: Any) -> bool:
-    """Return True if an operation draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 @dataclass(eq=False)
@@ -91,7 +87,7 @@ class AtOnce:
 
     def born(self, func: Any, result: Any) -> Any:
         """Note the results of an operation that was done at once; return them."""
-        random = _draws(func)
+        random = draws(func)
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and has_memory(t):
                 storage = t.untyped_storage()
@@ -108,7 +104,7 @@ class AtOnce:
         joined = functools.partial(self._join, wide)
         given = tree_map_only(Tensor, joined, (args, kwargs))
         given = tree_map_only(torch.dtype, lambda d: self.words.wide.get(d, d), given)
-        if _draws(func) and by_name(func, args, kwargs).get("dropout_p", 1) != 0:
+        if draws(func) and by_name(func, args, kwargs).get("dropout_p", 1) != 0:
             result = self._drawn(func, operation, args, kwargs, joined)
         else:
             result = self._tried(func, operation, args, kwargs, given, wide)

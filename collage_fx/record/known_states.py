@@ -189,7 +189,7 @@ class OtherMemory:
             made = list(self._of_step())
             self.words.adopt(made)
             for owned in made:
-                if self.words.residual(owned.tensor) is not None:
+                if STORE.get(owned.tensor) is not None:
                     STORE.share_by_memory(owned.tensor)
 
     def watched(self) -> Callable[[], None]:

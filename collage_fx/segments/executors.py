@@ -184,7 +184,7 @@ class Executors:
         return history.runs < self.seen + PATIENCE and any(
             residual.provisional
             for owned in self.readers.of_written(segment, call)
-            if (residual := self.words.residual(owned.tensor)) is not None
+            if (residual := STORE.get(owned.tensor)) is not None
         )
 
     def _obstacle(self, segment: Segment) -> str:
@@ -301,7 +301,7 @@ class Executors:
                 if len(given.pieces) > 1 or not exact or piece.moved:
                     return "it takes a part of a state, or several states, as one tensor"
                 t = piece.owned.tensor
-                if made and self.words.residual(t) is not None:
+                if made and STORE.get(t) is not None:
                     return _PASSED_ON
             elif given.layout[0] in wide and (
                 (memory[given.key].between is not None and self.words.known(t))
@@ -339,7 +339,7 @@ class Executors:
             return "it computes a parameter anew instead of adding to it"
         code.compile_kernels()
         code.conclude(args)
-        return partial(self._run_code, _Rewritten(code)), float_guard(mode, fakes)
+        return partial(self._run_code, code), float_guard(mode, fakes)
 
     def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
         """Return True if a graph stores in a parameter what it rounds: no sum, or not its own one.
@@ -355,7 +355,7 @@ class Executors:
 
     def _want(self, owned: Owned) -> None:
         """Have a state keep a low word for who reads it, though its own updates need none."""
-        if owned.place in self.written or self.words.residual(owned.tensor) is not None:
+        if owned.place in self.written or STORE.get(owned.tensor) is not None:
             self.keep(owned)
         else:
             self.wanted.add(owned.place)
@@ -367,42 +367,17 @@ class Executors:
         if residual is not None:
             residual.provisional = False
 
-    def _run_code(self, rewritten: "_Rewritten", args: list[Any]) -> bool:
+    def _run_code(self, code: Code, args: list[Any]) -> bool:
         """Run a graph; return False where a state has got a residual that it does not know."""
         given = tuple(args)
-        written = rewritten.code.written(given)
-        if rewritten.lacks_residual(given, written):
+        if code.misses_residual(given):
             return False
-        rewritten.code.run(given)
+        code.run(given)
         self.session.calls += 1
-        for tensor, plan in written:
+        for tensor, plan in code.written(given):
             self.plans[id(tensor)] = plan
             for owned in self.words.wrote(tensor):
                 self.written.add(owned.place)
                 if owned.place in self.wanted:
                     self.keep(owned)
         return True
-
-
-@dataclass(eq=False)
-class _Rewritten:
-    """A graph of the passes."""
-
-    code: Code
-    known: tuple[int, list[int]] = (-1, [])
-    """The generation of the store, and the states, with which it was found to lack no residual.
-    No other tensor has got one as long as the generation is the same."""
-
-    def lacks_residual(
-        self, args: tuple[Any, ...], written: list[tuple[Tensor, StatePlan]]
-    ) -> bool:
-        """Return True if a state that it writes or reads has a residual which it does not know."""
-        states = [id(tensor) for tensor, _ in written]
-        states += [id(find(args)) for find, _ in self.code.reads]
-        known = STORE.generation, states
-        if known == self.known and not STORE.finds_by_memory:
-            return False
-        if self.code.misses_residual(args):
-            return True
-        self.known = known
-        return False

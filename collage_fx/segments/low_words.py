@@ -97,13 +97,12 @@ class LowWords:
             tensor = owned.tensor
             residual = STORE.get(tensor)
             if residual is None:
-                asked = -1 if STORE.finds_by_memory else STORE.generation
-                self.of_tensor[id(tensor)] = KnownState(tensor, None, asked)
+                self.of_tensor[id(tensor)] = KnownState(tensor)
             elif not residual.fits(tensor):
                 stale.append((tensor, residual))
             else:
                 STORE.follow(tensor, residual)
-                self.of_tensor[id(tensor)] = KnownState(tensor, residual, STORE.generation)
+                self.of_tensor[id(tensor)] = KnownState(tensor, residual)
                 fitting.append((tensor, residual))
         clear_stale([*stale, *fitting], self.named)
         self.drawn = max((residual.draws for _, residual in fitting), default=0)
@@ -191,20 +190,13 @@ class LowWords:
     def of_state(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, which belongs to its present value."""
         tensor = owned.tensor
-        residual = self.residual(tensor)
+        residual = STORE.get(tensor)
         if residual is not None and not residual.fits(tensor):
             return None  # it goes when the state is written
         if residual is not None and (known := self._state(tensor)).residual is None:
             STORE.clear_stale([(tensor, residual)], self.named)
-            known.remember(residual)
+            known.residual = residual
         return residual
-
-    def residual(self, tensor: Tensor) -> Residual | None:
-        """Return the residual of tensor; faster than the store where that has seen nothing new."""
-        known = self.of_tensor.get(id(tensor))
-        if known is not None and known.asked == STORE.generation:
-            return known.residual
-        return STORE.get(tensor)
 
     def known(self, t: Tensor) -> bool:
         """Return True if t, or some of it, has a low word."""
@@ -277,7 +269,7 @@ class LowWords:
     def ensure(self, owned: Owned) -> Residual | None:
         """Return the residual of a state, made if it has none; None for one that stays plain."""
         tensor = owned.tensor
-        before = self.residual(tensor)
+        before = STORE.get(tensor)
         if before is not None and before.ensured == self._ensured(owned) and before.fits(tensor):
             return before
         name = self.storage_for(owned)
@@ -287,7 +279,7 @@ class LowWords:
         residual.provisional |= before is None
         residual.found |= before is None and owned.group == NOWHERE
         residual.ensured = self._ensured(owned)
-        self._state(tensor).remember(residual)
+        self._state(tensor).residual = residual
         return residual
 
     def _ensured(self, owned: Owned) -> tuple[Any, ...]:
@@ -359,8 +351,8 @@ class LowWords:
         found = self.states_in(tensor)
         for owned in found:
             self.mark_written(owned)
-        if (residual := self.residual(tensor)) is not None:
-            self._state(tensor).remember(residual)
+        if (residual := STORE.get(tensor)) is not None:
+            self._state(tensor).residual = residual
         return found
 
     def exact(self, t: Tensor) -> Residual | None:

@@ -187,14 +187,8 @@ class KnownState:
     tensor: Tensor
     residual: Residual | None = None
     """Residual, if it was seen to belong to the state in this step."""
-    asked: int = -1
-    """The generation of the store in which it had this residual, or none."""
     written: bool = False
     """True if the step has written it."""
-
-    def remember(self, residual: Residual) -> None:
-        """Note the residual that the store has for it now."""
-        self.residual, self.asked = residual, STORE.generation
 
     def settle(self) -> None:
         """Record that the residual belongs to the present value."""

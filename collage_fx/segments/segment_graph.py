@@ -129,10 +129,7 @@ class Compiled:
         if self.structure != given.structure:
             return False
         before = self.numbers
-        if not (before is pattern or before.have(floats)) and not all(
-            same_number(a, floats[k]) and (k in before.changing or same_number(a, b))
-            for k, a, b in zip(before.same, floats, before.floats, strict=True)
-        ):
+        if not (before is pattern or before.have(floats)):
             return False
         values = [floats[i] for i in before.changing]
         if array("d", values).tobytes() == self.values:

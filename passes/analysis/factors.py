@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import CHOOSING, DECIDING, LERP, MUCH
+from collage_fx.passes.ir.graph_memory import draws
 from collage_fx.passes.ir.program import Carried, Program, Slice, graph_of, is_tensor, value_of
 
 aten = torch.ops.aten
@@ -120,8 +121,7 @@ def _computed(node: Node, read: Read) -> Terms:
     if target in DECIDING or (isinstance(val, torch.Tensor) and not val.is_floating_point()):
         return _number(1.0)
     if not near:
-        drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        return {OTHER: Term(1.0)} if drawn else _number(1.0)
+        return {OTHER: Term(1.0)} if draws(target) else _number(1.0)
     if target is aten.where.self:
         return _one_of(near[1:])
     if target in CHOOSING or target in _GATHERING:

@@ -29,7 +29,7 @@ from collage_fx.passes.codegen.replicas import LeftOutMember, LeftOutMembers
 from collage_fx.passes.codegen.scalar_kernel import Scalars, scalars_of
 from collage_fx.passes.frontend.decompose import like
 from collage_fx.passes.frontend.slice import inverse
-from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
+from collage_fx.passes.ir.graph_memory import draws, fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
     Carried,
     Program,
@@ -416,12 +416,12 @@ class _Emitter:
         while rest or stamps:
             before, waiting, drawn = len(self.graph.nodes), [], True
             for node in rest:
-                draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-                if all(a in self.env for a in node.all_input_nodes) and (drawn or not draws):
+                random = draws(node.target)
+                if all(a in self.env for a in node.all_input_nodes) and (drawn or not random):
                     self._copy(node)
                 else:
                     waiting.append(node)
-                    drawn &= not draws
+                    drawn &= not random
             rest = waiting
             for stamp in stamps:
                 self._regions(stamp)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from collage_fx.passes.ir.graph_memory import Connected, OpOverload
+from collage_fx.passes.ir.graph_memory import Connected, OpOverload, draws
 from collage_fx.passes.rewrite.op_schema import written as overwritten
 from collage_fx.runtime.torch_private import _set_grad_enabled
 
@@ -310,9 +310,8 @@ def _can_leave(node: Node) -> bool:
     if target is getattr:
         return node.args[1] in _VIEWS
     if isinstance(target, OpOverload):
-        random = torch.Tag.nondeterministic_seeded in target.tags
         mutable, first = target._schema.is_mutable, [a.name for a in target._schema.arguments[:1]]
-        return not random and (not mutable or list(overwritten(target)) == first)
+        return not draws(target) and (not mutable or list(overwritten(target)) == first)
     name = _name_of(node)
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     plain |= getattr(target, "__module__", "") == torch.functional.__name__  # torch.norm, say
@@ -327,5 +326,4 @@ def _repeatable(target: Any, name: str) -> bool:
         return True
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
-    random = torch.Tag.nondeterministic_seeded
-    return bool(overloads) and not any(random in o.tags for o in overloads)
+    return bool(overloads) and not any(map(draws, overloads))

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.fx.node import map_arg
 
 from collage_fx.passes.dedup.single_tensors import on_single_tensors
-from collage_fx.passes.ir.graph_memory import Connected, OpOverload
+from collage_fx.passes.ir.graph_memory import Connected, OpOverload, draws
 from collage_fx.passes.ir.program import Program, graph_of
 
 aten = torch.ops.aten
@@ -146,7 +146,7 @@ def _is_known(node: Node) -> bool:
     if node.op == "placeholder" or node.target is operator.getitem:
         return True
     if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded not in node.target.tags and not node.is_impure()
+        return not draws(node.target) and not node.is_impure()
     return node.op == "call_function" and isinstance(value, _NUMBERS)
 
 

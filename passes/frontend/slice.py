@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.ir.graph_memory import Connected, closure, depending, mutations
+from collage_fx.passes.ir.graph_memory import Connected, closure, depending, draws, mutations
 from collage_fx.passes.ir.program import (
     LOW_PRECISION,
     SAME_VALUE,
@@ -75,8 +75,7 @@ def elementwise(node: Node) -> bool:
         return False
     if node.target in SAME_VALUE or node.target in JOINS:
         return True
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws(node.target)
 
 
 def _components(

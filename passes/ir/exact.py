@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from collage_fx.passes.ir.graph_memory import draws
 from collage_fx.passes.ir.program import (
     CONVERT,
     LOW_PRECISION,
@@ -341,6 +342,15 @@ def _wide(a: Any) -> Any:
     return torch.float64 if isinstance(a, torch.dtype) and a.is_floating_point else a
 
 
+def not_in_wider(target: Any) -> str:
+    """Return the reason why an operation, done in a wider dtype, is another; empty if it is not."""
+    if getattr(target, "namespace", "aten") not in ("aten", "prims"):
+        return f"{target} is not done twice"
+    if draws(target):
+        return f"{target} draws random numbers"
+    return f"{target} takes a tensor for its bits" if target is aten.view.dtype else ""
+
+
 def operation(node: Node) -> tuple[Any, Any, Any]:
     """Return the operation of a node in float64, its arguments, and those by name.
 
@@ -351,12 +361,8 @@ def operation(node: Node) -> tuple[Any, Any, Any]:
         raise NotExact(f"{target} is a constant of the graph")
     if target is low_word:
         raise NotExact("a residual has no value by itself")
-    if getattr(target, "namespace", "aten") not in ("aten", "prims"):
-        raise NotExact(f"{target} is not done twice")
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-        raise NotExact(f"{target} draws random numbers")
-    if target is aten.view.dtype:
-        raise NotExact(f"{target} takes a tensor for its bits")
+    if why := not_in_wider(target):
+        raise NotExact(why)
     args, kwargs = map_aggregate((node.args, node.kwargs), _wide)
     return target, args, kwargs
 

@@ -29,6 +29,11 @@ def mutations(graph: Graph) -> dict[Any, Any]:
     }
 
 
+def draws(target: Any) -> bool:
+    """Return True if an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def closure(node: Node, near: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """Return a node, what is near to it, what is near to that, and so on."""
     found, waiting = {node}, [node]

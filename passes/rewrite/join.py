@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate, map_arg
 from collage_fx.passes.analysis.plan import storage_of
 from collage_fx.passes.frontend.capture import not_held
 from collage_fx.passes.frontend.whole_reads import readable_whole
+from collage_fx.passes.ir.exact import not_in_wider
 from collage_fx.passes.ir.graph_memory import fake_mode_of, mutations
 from collage_fx.passes.ir.program import (
     CONVERT,
@@ -139,7 +140,9 @@ def _obstacle(program: Program, read: dict[Node, Carried]) -> str:
         if storage and (why := refusal(carried.val.dtype, storage, carried.name)):
             return why
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
-    return next((f"{t} is not done in a wider dtype" for t in targets if not _widens(t)), "")
+    if any("_fused_" in str(target) for target in targets):
+        return "an operation is fused, in the dtypes of the step"
+    return next(filter(None, map(not_in_wider, targets)), "")
 
 
 def _is_copy(node: Node, states: set[Node]) -> bool:
@@ -150,15 +153,6 @@ def _is_copy(node: Node, states: set[Node]) -> bool:
             break
         node = operand
     return node.op == "placeholder" and node not in states
-
-
-def _widens(target: Any) -> bool:
-    """Return True if an operation does the same in a wider dtype, on more exact values."""
-    if target is aten.view.dtype or "_fused_" in str(target):
-        return False
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-        return False  # it draws other numbers
-    return getattr(target, "namespace", "aten") in ("aten", "prims")
 
 
 class _Joiner:

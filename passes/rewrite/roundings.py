@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.passes.ir.graph_memory import behind, representatives
+from collage_fx.passes.ir.graph_memory import behind, draws, representatives
 from collage_fx.passes.ir.program import CONVERT
 from collage_fx.passes.rewrite.lower import EXACT
 from collage_fx.passes.rewrite.op_schema import COLLECTIVE
@@ -94,11 +94,7 @@ def _is_fused(node: Node) -> bool:
 
 
 def _repeats(node: Node) -> bool:
-    return (_is_fused(node) and not _is_random(node)) or node.target in _SAME_DIGITS
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return (_is_fused(node) and not draws(node.target)) or node.target in _SAME_DIGITS
 
 
 def _communicates(node: Node) -> bool:

@@ -84,7 +84,7 @@ def test_the_numbers_are_those_of_eager_pytorch(name: str, way: str) -> None:
 def test_in_a_wider_dtype_other_numbers_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: drawn on whole values, in float64, as all else is done."""
     expected, place = draws(DRAWN["uniform_"])
-    monkeypatch.setattr(at_once, "_draws", lambda func: False)
+    monkeypatch.setattr(at_once, "draws", lambda func: False)
     found, at = draws(DRAWN["uniform_"], record=True, storage="mcf2")
     assert not torch.equal(at, place) and not torch.equal(found[0], expected[0])
 
@@ -124,7 +124,7 @@ def test_all_that_takes_a_generator_is_known_to_draw() -> None:
         for name in packets
         if hasattr(torch.ops.aten, name)
         for overload in [getattr(torch.ops.aten, name)]
-        if not any(at_once._draws(getattr(overload, o)) for o in overload.overloads())
+        if not any(at_once.draws(getattr(overload, o)) for o in overload.overloads())
     }
     assert untagged <= {
         "_no_grad_normal_",

@@ -14,9 +14,9 @@ from recorded_steps import LR, Each, start
 from torch import Tensor
 
 import collage_fx
+from collage_fx.compilation.side_inputs import Code
 from collage_fx.runtime.residuals.store import STORE, ResidualStore
 from collage_fx.runtime.storage.state_name import StateName
-from collage_fx.segments import executors
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.segment_graph import Numbers, SeenNumbers
 
@@ -117,14 +117,12 @@ def run(way: str, change: Callable[[Each], None], *storages: str) -> list[Tensor
 
 
 def remember_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executors._Rewritten, "known", property(lambda _: None, lambda *_: None))
     patch.setattr(Numbers, "have", lambda *_: False)
     patch.setattr(LowWords, "_ensured", lambda *_: object())
-    patch.setattr(LowWords, "residual", lambda _, tensor: STORE.get(tensor))
 
 
 def see_no_residual(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executors._Rewritten, "lacks_residual", lambda *_: False)
+    patch.setattr(Code, "misses_residual", lambda *_: False)
 
 
 def ask_no_storage(patch: pytest.MonkeyPatch) -> None:
@@ -189,12 +187,13 @@ def words_of(state: Tensor) -> LowWords:
 def test_a_residual_that_comes_or_goes_in_the_middle_of_a_step_is_seen() -> None:
     state = torch.zeros(3, dtype=torch.bfloat16)
     words = words_of(state)
-    assert words.residual(state) is None
+    (owned,) = words.states_in(state)
+    assert words.of_state(owned) is None
     residual = STORE.ensure(state, "mcf2", StateName("a state"))
-    assert words.residual(state) is residual
-    assert words.wrote(state) and words.residual(state) is residual
+    assert words.of_state(owned) is residual
+    assert words.wrote(state) and words.of_state(owned) is residual
     STORE.drop(state)
-    assert words.residual(state) is None
+    assert words.of_state(owned) is None
 
 
 def test_a_state_has_moved_if_anything_of_its_layout_is_another() -> None:
