@@ -321,7 +321,6 @@ class Steps:
             hand_on(self.discovery.optimizer())
         present = self.states.find()
         self.words.begin(present)
-        self.words.plain = all(o.tensor.dtype not in self.words.wide for o in present)
         self.recorder.notes.carried = frozenset(self.states.memory)
         if self.in_method:
             return

@@ -247,7 +247,8 @@ class Executors:
                 return made
             compiled = made
             way.compiled.insert(0, compiled)
-        done = compiled.run([*given.args, *compiled.tensors, *given.lows])
+        numbers = [number_tensor(call.floats[i]) for i in compiled.numbers.changing]
+        done = compiled.run([*given.args, *numbers, *given.lows])
         if not done:  # it is compiled anew for what there is by now
             way.compiled.remove(compiled)
         return "" if done else "a state has got a residual since it was compiled"
@@ -273,9 +274,7 @@ class Executors:
             return made
         if numbers.changing == wanted.changing:
             history.numbers = numbers
-        compiled = Compiled(*made, numbers, given.structure)
-        compiled.take(numbers.given)
-        return compiled
+        return Compiled(*made, numbers, given.structure)
 
     # Rewritten by the passes.
 

@@ -19,7 +19,6 @@ from collage_fx.passes.rewrite.roundings import ROUNDED, keep_user_roundings
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.torch_private import (
-    FakeTensorMode,
     TracingContext,
     functorch_config,
     select_decomp_table,
@@ -71,51 +70,41 @@ class Joining:
         return Given(tensors, lows, call.plain, parts)
 
     def compile(self, segment: Segment, given: Given, numbers: Numbers) -> Made:
-        """Return the function that runs a segment with these numbers, and the guard on others."""
+        """Return the function that runs a segment with these numbers, and the guard on others.
+
+        It joins its inputs at the beginning, and splits them at the end.
+        """
         gm = graph_of_segment(segment, numbers, self.words, given.parts, given.plain)
         mode, fakes = with_fakes(gm, given, numbers)
-        with noted_roundings() if given.plain else nullcontext():
-            function = compile_joined(self.session, gm, mode, fakes)
+        compile_ = compile_divided if self.session.divides else compile_exactly
+        whole: list[Callable[[list[Any]], Any]] = []
+
+        def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            kwargs.pop("get_decomp_fn", None)
+            keep_user_roundings(functional)
+            logs.show(logs.GRAPHS, "on whole values", lambda: text_of(functional))
+            made = compile_(functional, list(inputs), kwargs)
+            if code := getattr(made, "source_code", ""):
+                logs.show(logs.CODE, "output code", lambda: code)
+            places = functional.graph.find_nodes(op="placeholder")
+            if len(places) == len(fakes) and not functional.graph.output_node().all_input_nodes:
+                whole.append(made)
+            return made
+
+        table = keep_symbols(select_decomp_table())
+        with (
+            progress.work(lambda: "compiling a recorded segment", "AOTAutograd"),
+            noted_roundings() if given.plain else nullcontext(),
+            functorch_config.patch(enable_autograd_cache=False),
+            tracing(TracingContext(mode)),
+        ):
+            compiled: Any = compile_by(inner, gm, fakes, table, self.session.inductor)
 
         def run(args: list[Any]) -> bool:
-            function(args)
+            if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left it writes
+                whole[0](args)
+            else:
+                compiled(*args)
             return True
 
         return run, float_guard(mode, fakes)
-
-
-def compile_joined(
-    session: Session,
-    gm: GraphModule,
-    mode: FakeTensorMode,
-    fakes: Sequence[Any],
-) -> Callable[[list[Any]], Any]:
-    """Return the function of a graph that joins its inputs at the beginning and splits at the end.
-
-    Its inputs are those fake tensors, of this mode. It returns nothing.
-    """
-    table = keep_symbols(select_decomp_table())
-    whole: list[Callable[[list[Any]], Any]] = []
-
-    def inner(functional: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        kwargs.pop("get_decomp_fn", None)
-        keep_user_roundings(functional)
-        logs.show(logs.GRAPHS, "on whole values", lambda: text_of(functional))
-        compile_ = compile_divided if session.divides else compile_exactly
-        made = compile_(functional, list(inputs), kwargs)
-        if code := getattr(made, "source_code", ""):
-            logs.show(logs.CODE, "output code", lambda: code)
-        places = functional.graph.find_nodes(op="placeholder")
-        if len(places) == len(fakes) and not functional.graph.output_node().all_input_nodes:
-            whole.append(made)
-        return made
-
-    with (
-        progress.work(lambda: "compiling a recorded segment", "AOTAutograd"),
-        functorch_config.patch(enable_autograd_cache=False),
-        tracing(TracingContext(mode)),
-    ):
-        compiled: Any = compile_by(inner, gm, fakes, table, session.inductor)
-    if len(whole) == 1:  # AOTAutograd has neither merged inputs nor left writes to its wrapper
-        return whole[0]
-    return lambda args: compiled(*args)

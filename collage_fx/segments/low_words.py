@@ -34,6 +34,7 @@ from collage_fx.segments.memory import (
     Piece,
     covers,
     join,
+    split,
     storage_key,
 )
 from collage_fx.segments.operations import piece_of
@@ -91,6 +92,7 @@ class LowWords:
         """Begin a step with these states; clear residuals that do not belong to their values."""
         self.forget()
         self.memory.begin(states)
+        self.plain = all(o.tensor.dtype not in self.wide for o in states)
         self.scalars = any(not o.tensor.dim() and o.tensor.dtype in self.wide for o in states)
         fitting, stale = [], []
         for owned in states:
@@ -132,8 +134,7 @@ class LowWords:
 
     def mark_written(self, owned: Owned) -> None:
         """Note a state that the step has written."""
-        known = self.of_tensor.get(id(owned.tensor)) or self._state(owned.tensor)
-        known.written = self.writes = True
+        self._state(owned.tensor).written = self.writes = True
 
     def has_written(self, tensor: Tensor) -> bool:
         """Return True if the step has written a state, as far as it was recorded."""
@@ -298,11 +299,8 @@ class LowWords:
 
     def keep(self, t: Tensor, wide: Tensor) -> None:
         """Write a wide value over t, which is no state, with low words as long as it lives."""
-        hi, *lows = split_into(self.transient[t.dtype].name, wide, t.dtype)
-        t.copy_(hi)
-        known = self.memory[storage_key(t)].hold(t, [lo.dtype for lo in lows])
-        for mine, lo in zip(known.like(t), lows, strict=True):
-            mine.copy_(lo)
+        known = self.memory[storage_key(t)].hold(t, self.transient[t.dtype].residuals[t.dtype])
+        split(_done, wide, t, t.dtype, self._all_of(t, known.like(t)))
 
     def adopt(self, states: Iterable[Owned]) -> None:
         """Make the low words of values that the step has put in states' places the states'."""

@@ -119,30 +119,13 @@ class Compiled:
     """Predicate: the code is right for these values of the numbers that are inputs."""
     numbers: Numbers
     structure: Any
-    values: bytes | None = None
-    """Bytes of those numbers in the last call that it was right for."""
-    tensors: list[Tensor] = field(default_factory=list)
-    """Tensors of those numbers, as the code takes them."""
 
     def fits(self, given: Given, floats: list[float], pattern: Numbers | None) -> bool:
         """Return True if it is right for a call, of which the floats are as the pattern says."""
-        if self.structure != given.structure:
-            return False
         before = self.numbers
-        if not (before is pattern or before.have(floats)):
+        if self.structure != given.structure or not (before is pattern or before.have(floats)):
             return False
-        values = [floats[i] for i in before.changing]
-        if array("d", values).tobytes() == self.values:
-            return True
-        if not self.holds(*values):
-            return False
-        self.take(values)
-        return True
-
-    def take(self, values: list[float]) -> None:
-        """Take numbers for a call, and those after it that have the same."""
-        self.values = array("d", values).tobytes()
-        self.tensors = list(map(number_tensor, values))
+        return self.holds(*[floats[i] for i in before.changing])
 
 
 def why_again(last: Compiled | None, given: Given, floats: list[float]) -> str:
