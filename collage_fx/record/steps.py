@@ -112,7 +112,7 @@ class Steps:
         self.changes: NotedChanges | None = None
         """Notes of the changes of the optimizer's parameters, where they are asked for."""
         self.forget_breaks()
-        self.executors = Executors(session, self.words, self.failures.note, self._unseen)
+        self.executors = Executors(session, self.words, self.failures.note)
         self.switches = type(discovery) is not FunctionStates
         """True if steps of which a part is recorded are recorded whole: a function may compute
         gradients, of which Dynamo makes better graphs."""
@@ -360,10 +360,15 @@ class Steps:
         self.history.at_once = why
         self.service.note_at_once(why)
 
-    def _unseen(self, tensor: Tensor) -> None:
-        if type(self.discovery) is FunctionStates and tensor.is_leaf:
-            how = "that is none of its arguments"
-            self.warn("not-given", not_given(self.subject, tensor, how))
+    def _warn_of_unknown(self, segment: Segment, call: Call) -> None:
+        """Warn of what may be a parameter of a function, is written, and is no argument."""
+        if type(self.discovery) is not FunctionStates:
+            return
+        for given, written in zip(call.inputs, segment.writes, strict=True):
+            t = None if given.pieces or given.layout[0] not in self.words.wide else given.tensor
+            if written and t is not None and t.requires_grad and t.is_leaf:
+                how = "that is none of its arguments"
+                self.warn("not-given", not_given(self.subject, t, how))
 
     def _lost(self, name: str) -> None:
         self.warn(
@@ -395,10 +400,11 @@ class Steps:
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
                 self._chained(by_value[to].pieces[0].owned.name)
+        call.plain = segment.plain(call, self.words)
         if self.in_method:
-            call.plain = segment.plain(call, self.words)
             WholeValues(segment, call, self.words).run()
         else:
+            self._warn_of_unknown(segment, call)
             self.executors.run(segment, call)
         # A new state is known before it has been computed.
         self.words.adopt(owned for t in call.memory for owned in self.words.states_in(t))

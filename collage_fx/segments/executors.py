@@ -89,8 +89,6 @@ class Executors:
     words: LowWords
     note: Callable[[BaseException], None]
     """Function that is told of an error in compiling."""
-    unseen: Callable[[Tensor], None]
-    """Function that is told of what may be a parameter, is written, and is none of the states."""
     interpreted: str = ""
     """Reason why nothing is compiled in this step; empty if something may be."""
     logged: set[str] = field(default_factory=set)
@@ -144,12 +142,6 @@ class Executors:
 
         Raises the CollageError that a user has asked for, before anything of it is written.
         """
-        for given, written in zip(call.inputs, segment.writes, strict=True):
-            t = given.tensor
-            unknown = written and not given.pieces and given.layout[0] in self.words.wide
-            if unknown and t is not None and t.requires_grad:
-                self.unseen(t)
-        call.at, call.plain = len(self.changing), segment.plain(call, self.words)
         history = self._history(segment, call)
         obstacle = self._obstacle(segment)
         if self.words.plain and len(call.plain) == len(segment.strands):
@@ -215,8 +207,8 @@ class Executors:
             history = segment.history = _History()
         before = history.numbers
         history.see(floats)
-        if history.runs == 1 and call.at < len(self.changed_before):
-            count, *changed = self.changed_before[call.at]
+        if history.runs == 1 and (at := len(self.changing)) < len(self.changed_before):
+            count, *changed = self.changed_before[at]
             if count == len(floats):
                 history.changing.update(changed)
                 history.numbers = None

@@ -64,7 +64,7 @@ class Joining:
             if written and any(words.by_chance(part.storage) for part, _ in found[-1]):
                 return "it is rounded by chance"
         for at, t in zip(segment.live, call.memory, strict=True):
-            found.append(() if at in left else words.parts_of_result(t))
+            found.append(() if at in left else words.new_parts(t))
         lows = [word for some in found for _, own in some for word in own]
         parts = tuple([tuple([part for part, _ in some]) for some in found])
         return Given(tensors, lows, call.plain, parts)

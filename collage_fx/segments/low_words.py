@@ -299,8 +299,7 @@ class LowWords:
 
     def keep(self, t: Tensor, wide: Tensor) -> None:
         """Write a wide value over t, which is no state, with low words as long as it lives."""
-        known = self.memory[storage_key(t)].hold(t, self.transient[t.dtype].residuals[t.dtype])
-        split(_done, wide, t, t.dtype, self._all_of(t, known.like(t)))
+        split(_done, wide, t, t.dtype, self.new_parts(t))
 
     def adopt(self, states: Iterable[Owned]) -> None:
         """Make the low words of values that the step has put in states' places the states'."""
@@ -336,13 +335,12 @@ class LowWords:
             self.born(t, self.transient[t.dtype])
         return self._lows(t) or ()
 
-    def parts_of_result(self, t: Tensor) -> Lows:
-        """Return new low words for memory that a segment makes; none for other dtypes."""
-        dtype = t.dtype
-        if dtype not in self.wide:
+    def new_parts(self, t: Tensor) -> Lows:
+        """Return the parts of memory that is no state and is written; none of other dtypes."""
+        if t.dtype not in self.wide:
             return ()
-        storage, dtypes = t.untyped_storage(), self.transient[dtype].residuals[dtype]
-        return self._all_of(t, self.memory[storage._cdata].hold_result(t, storage, dtypes))
+        known = self._memory_of(t).hold(t, self.transient[t.dtype].residuals[t.dtype])
+        return self._all_of(t, known.like(t))
 
     def wrote(self, tensor: Tensor) -> list[Owned]:
         """Note a state that a compiled graph has written, with its residual; return it."""

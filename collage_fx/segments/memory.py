@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collage_fx.hooks.optimizer_hooks import optimizers
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.runtime.residuals.checksum import same_bits
-from collage_fx.runtime.residuals.memory import empty_as, has_memory, new_memory, span, tensor_on
+from collage_fx.runtime.residuals.memory import empty_as, has_memory, span, tensor_on
 from collage_fx.runtime.residuals.residual import Residual, warn_of_cleared
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import join_in, split_into
@@ -164,20 +164,6 @@ class KnownMemory:
             count = storage.nbytes() // t.itemsize
             known.lows = tuple(torch.zeros(count, dtype=d, device=t.device) for d in dtypes)
         return known
-
-    def hold_result(
-        self, t: Tensor, storage: UntypedStorage, dtypes: Sequence[torch.dtype]
-    ) -> tuple[Tensor, ...]:
-        """Note the same of what a segment is about to write all of; return its low words."""
-        if t.nbytes < storage.nbytes():
-            return self.hold(t, dtypes).like(t)
-        size, stride, device = tuple(t.size()), t.stride(), t.device
-        lows = tuple([new_memory(size, stride, d, device) for d in dtypes])
-        made = self.made
-        if made is None or made.expired():
-            made = StorageWeakRef(storage)
-        self.between = Between(made, t.dtype, lows, layout_of(t))
-        return lows
 
 
 @dataclass(eq=False, slots=True)

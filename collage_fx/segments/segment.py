@@ -319,8 +319,6 @@ class Call:
     memory: list[Tensor]
     """Tensors in which the values that live on are stored."""
     floats: list[float]
-    at: int = -1
-    """Position of the segment among those of the step."""
     plain: frozenset[int] = frozenset()
     """The strands that are done as they stand."""
 
