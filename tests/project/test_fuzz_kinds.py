@@ -200,7 +200,7 @@ def _nothing(*_: object) -> None:
 
 
 FAULTS: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], Any]] = {
-    ("noise", "drawn in float64"): lambda patch: patch.setattr(at_once, "_draws", lambda f: False),
+    ("noise", "drawn in float64"): lambda patch: patch.setattr(at_once, "draws", lambda f: False),
     ("shared", "each has one"): _instead(states=(("q", "torch.zeros_like(p)"),)),
     ("replaced", "not in one step"): _instead(lines=(EXAMPLES["shared"].lines)),
     ("rows", "of another rate"): _instead(
