@@ -177,6 +177,7 @@ WarningName = Literal[
     "data-write",
     "differentiated",
     "forward-pass",
+    "gradient-lost",
     "gradient-not-read",
     "gradient-plain",
     "high-word-only",

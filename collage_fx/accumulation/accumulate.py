@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module
@@ -21,6 +22,8 @@ from collage_fx.runtime.storage.registry import AUTO, STORAGES
 
 _ACCUMULATIONS: "weakref.WeakKeyDictionary[Any, Accumulation]" = weakref.WeakKeyDictionary()
 """Module or optimizer -> its sums, which end with it."""
+_REDUCTIONS: "weakref.WeakKeyDictionary[Any, Reduction]" = weakref.WeakKeyDictionary()
+"""Module in DistributedDataParallel -> its communication hook, of which there can be one."""
 
 
 class Accumulation:
@@ -64,7 +67,10 @@ class Accumulation:
 
     def _hook(self, p: Any, one: Sum) -> None:
         """Have autograd call a sum before it adds to the gradient."""
-        node = self._nodes[id(p)] = get_gradient_edge(p).node
+        node = get_gradient_edge(p).node
+        if self._nodes.get(id(p)) is node:
+            return
+        self._nodes[id(p)] = node
         self._handles.append(node.register_prehook(one.before))
 
     def reduce(self, module: Any) -> None:
@@ -72,14 +78,21 @@ class Accumulation:
 
         Raises UnsupportedError if it has a communication hook already.
         """
+        for one in self.sums.values():
+            one.kept = True
+        if (reduction := _REDUCTIONS.get(module)) is not None:
+            reduction.sums = self.sums
+            return
+        reduction = Reduction(self.sums, module.process_group)
         try:
-            module.register_comm_hook(None, Reduction(self.sums, module.process_group).reduce)
+            module.register_comm_hook(None, reduction.reduce)
         except RuntimeError as error:
             self.remove()
             raise UnsupportedError(
                 "accumulate: DistributedDataParallel has a communication hook already, which does "
                 "not reduce residuals: wrap the model anew"
             ) from error
+        _REDUCTIONS[module] = reduction
 
     def remove(self) -> None:
         """Have PyTorch add gradients in their dtype again; residuals are dropped."""
@@ -102,8 +115,8 @@ def accumulate(subject: Module | Optimizer, storage: str = "mcf2") -> Accumulati
 
     Args:
         subject: a module, one in DistributedDataParallel too, whose residuals are reduced with the
-            gradients; or an optimizer. Of its parameters, those of now, in bf16, fp16 or fp8 get
-            sums with residuals, for as long as it lives.
+            gradients; or an optimizer. Its parameters in bf16, fp16 or fp8 that take gradients now
+            get sums with residuals, for as long as it lives.
         storage: that of the residuals, see docs/storages.md.
 
     Returns:
@@ -113,7 +126,8 @@ def accumulate(subject: Module | Optimizer, storage: str = "mcf2") -> Accumulati
         SubjectError: anything else, or no parameter of these dtypes.
         OptionError: a storage that does not exist.
         UnsupportedError: parameters that FSDP has sharded, or other DTensors; a module in
-            DistributedDataParallel that has a communication hook.
+            DistributedDataParallel that has a communication hook; where there are several
+            processes, anything else than such a module.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
@@ -124,6 +138,8 @@ def accumulate(subject: Module | Optimizer, storage: str = "mcf2") -> Accumulati
         (tensor([[256.]], dtype=torch.bfloat16), tensor([[257.]], dtype=torch.float64))
     """
     CollageConfig(storage=storage)
+    if not is_replicated(subject) and dist.is_available() and dist.is_initialized():
+        _refuse_processes(subject)
     new = Accumulation(subject, storage)
     if not new.sums:
         raise SubjectError(
@@ -137,6 +153,17 @@ def accumulate(subject: Module | Optimizer, storage: str = "mcf2") -> Accumulati
     if is_replicated(subject):
         new.reduce(subject)
     return new
+
+
+def _refuse_processes(subject: Any) -> None:
+    """Raise UnsupportedError where gradients may be reduced over processes without residuals."""
+    _parameters(subject)  # which says what it is, if it is refused for that
+    if dist.get_world_size() > 1:
+        raise UnsupportedError(
+            "accumulate: of several processes pass the module in DistributedDataParallel, which "
+            "reduces residuals too. What else reduces gradients would leave other residuals in "
+            "each process"
+        )
 
 
 def _parameters(subject: Any) -> list[tuple[str, Tensor]]:

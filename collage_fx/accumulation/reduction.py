@@ -27,7 +27,7 @@ def is_replicated(subject: Any) -> bool:
 class Reduction:
     """The mean of whole sums over processes, in fp32: all have the same words after it."""
 
-    def __init__(self, sums: Mapping[int, Sum], group: dist.ProcessGroup) -> None:
+    def __init__(self, sums: Mapping[int, Sum], group: Any) -> None:
         self.sums, self.group = sums, group
         self.reduced: list[tuple[Tensor, Sum, tuple[Tensor, ...]]] = []
         """Parameters, their sums, and the low words of these, until DDP has written the rest."""
@@ -59,10 +59,10 @@ class Reduction:
     def _residual(self, p: Tensor) -> Residual | None:
         """Return the residual of a gradient, which DDP may have put into the bucket itself."""
         one = self.sums.get(id(p))
-        if one is not None and one.added:
-            return one.last
         if (grad := p.grad) is None:
             return None
+        if one is not None and one.last is not None:
+            return one.last
         found = STORE.get(grad)
         return found if found is not None and found.is_present(grad) else None
 
@@ -82,6 +82,8 @@ class Reduction:
     def _finish(self) -> None:
         """Give the gradients that DDP has written their low words."""
         found, self.reduced = self.reduced, []
+        for one in self.sums.values():
+            one.last = None
         with torch.no_grad(), _disable_current_modes():
             for p, one, lows in found:
                 if p.grad is not None:

@@ -1,18 +1,22 @@
 """The sum of the gradients of one parameter, with a residual, and the hooks of autograd on it."""
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.residuals.memory import address, has_memory
 from collage_fx.runtime.residuals.residual import Residual, Sums, next_draw, version
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import (
+    STORAGES,
     is_by_chance,
     join_in,
     split_by_chance_into,
@@ -25,6 +29,8 @@ CHUNK = 1 << 18
 """Elements that are widened at once on a CPU, whose caches hold them."""
 ON_DEVICES = 1 << 25
 """The same on other devices."""
+WAIT = 30
+"""Seconds for which a thread waits for another one that adds to the same gradient."""
 FSDP = (
     "accumulate: FSDP2 adds to gradients outside of autograd, where no residual can follow. Reduce "
     "once for all micro-batches, by set_requires_gradient_sync, with "
@@ -44,12 +50,18 @@ class Sum:
         self.name, self.storage, self.sums = StateName("gradient", name), storage, sums
         self.aside: Tensor | None = None
         """The sum while autograd stores a gradient in its place."""
+        self.lock, self.thread = Lock(), 0
+        """Held between the two hooks, by this thread."""
+        self.kept = False
+        """True if the residual is needed when `p.grad` is another tensor, as DDP's bucket."""
         self.last: Residual | None = None
-        """The residual of the sum, kept to see whether a step reads it."""
+        """The residual of the last sum that a backward pass has added to, if it is kept."""
+        self.has_residual = False
+        """True if the last sum had one."""
+        self.draws = zlib.crc32(name.encode())
+        """The number of roundings by chance, from one on that others do not begin with."""
         self.trained = 0, -1
         """The address and the version of the parameter when the sum began."""
-        self.added = False
-        """True if the last backward pass has added to it, with its residual."""
         self.asked = False
         """True from the first hook to the second."""
         self.hook_again: Callable[[], Callable[[Tensor, Sum], None] | None] = lambda: None
@@ -60,32 +72,68 @@ class Sum:
         p, fresh = self.param(), gradients[0]
         if p is None or fresh is None:
             return
-        self.asked, self.added = True, False
+        self._enter()
+        self.asked, self.last = True, None
         given = p.grad
         if given is None:
             self._look_back((address(p), version(p)))
-        elif why := _obstacle(fresh, given):
+        elif why := _obstacle(fresh, given, self.storage):
             self.sums.warn_once(
                 "gradient-plain",
                 f"the {self.name} is added to in its own dtype, as PyTorch does, since {why}. Said "
                 "once for all parameters",
             )
-        else:
+        elif given.dtype in STORAGES[self.storage].residuals:  # and not that of a model in fp32
             self.aside, p.grad = given, None
+
+    def _enter(self) -> None:
+        """Have other threads wait, until `after`, that add to the same gradient.
+
+        A sum that this thread has taken out before is of a backward pass that has failed: it is
+        gone. So is one that another thread does not give back.
+        """
+        me = get_ident()
+        if self.thread != me:
+            self.lock.acquire(timeout=WAIT)
+            self.thread = me
+        if self.aside is not None:
+            self.aside = None
+            self.sums.warn_once(
+                "gradient-lost",
+                "a backward pass has failed where it added to the gradient of "
+                f"{self.name.parameter}: the sum is gone. Call optimizer.zero_grad() after the "
+                "error, and begin the sums anew",
+            )
+
+    def _leave(self) -> None:
+        if self.thread == get_ident():
+            self.thread = 0
+            self.lock.release()
 
     def after(self, p: Tensor) -> None:
         """Put the sum back into `p.grad`, with the gradient that is there added to it."""
+        try:
+            self._put_back(p)
+        finally:
+            self._leave()
+
+    def _put_back(self, p: Tensor) -> None:
         total, fresh, self.aside = self.aside, p.grad, None
         asked, self.asked = self.asked, False
         if not asked and (again := self.hook_again()) is not None:
             again(p, self)  # a change of its dtype, say, has given it another node
-        if total is None or fresh is None:
+        if fresh is None:
+            return
+        if total is None:
+            if asked and _is_part(fresh):  # of one gradient of several parameters, say
+                p.grad = fresh.clone()
             return
         p.grad = total
         with torch.no_grad(), _without_modes():
-            self.last = self._residual(total)
-            add(total, self.last, fresh)
-        self.added = True
+            residual = self._residual(total)
+            add(total, residual, fresh)
+        self.draws, self.has_residual = residual.draws, True
+        self.last = residual if self.kept else None
 
     def _residual(self, total: Tensor) -> Residual:
         """Return the residual that belongs to the present value of the sum."""
@@ -97,33 +145,34 @@ class Sum:
 
     def _adopt(self, total: Tensor) -> Residual:
         residual = STORE.adopt(total, None, self.storage, self.name)
-        residual.sums, residual.checks = self.sums, None
+        residual.sums, residual.checks, residual.draws = self.sums, None, self.draws
         return residual
 
     def _look_back(self, trained: tuple[int, int]) -> None:
-        """Warn if the parameter was trained since the last sum began, and nobody has read that."""
-        last, self.last = self.last, None
+        """Warn if the parameter was trained since the last sum began, and nobody reads sums."""
         moved = trained[0] != self.trained[0]
-        if last is not None and not (last.read or moved or trained == self.trained):
+        if self.has_residual and not (self.sums.read or moved or trained == self.trained):
             self.sums.warn_once(
                 "gradient-not-read",
                 f"the {self.name} had a residual, and whatever has updated the parameter has not "
                 "read it: it took the sum as rounded to its dtype. Compile the step, by "
                 "collage_fx.compile_(optimizer). Said once for all parameters",
             )
-        self.trained = trained
+        self.trained, self.has_residual = trained, False
 
     def take(self, total: Tensor, lows: tuple[Tensor, ...]) -> None:
         """Have the residual of a sum that others have written be these low words."""
-        self.last = self._adopt(total)
-        self.last.hold(lows)
-        self.last.settle(total)
+        residual = self._adopt(total)
+        residual.hold(lows)
+        residual.settle(total)
 
     def drop(self) -> None:
         """Have no residual any more."""
         p = self.param()
-        if p is not None and p.grad is not None and STORE.get(p.grad) is self.last is not None:
-            STORE.drop(p.grad)
+        grad = None if p is None else p.grad
+        residual = None if grad is None else STORE.get(grad)
+        if grad is not None and residual is not None and residual.sums is self.sums:
+            STORE.drop(grad)
         self.last = None
 
 
@@ -132,13 +181,20 @@ def _without_modes() -> AbstractContextManager[None]:
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
-def _obstacle(fresh: Tensor, total: Tensor) -> str:
+def _is_part(tensor: Tensor) -> bool:
+    """Return True if a dense tensor lies in memory that has more in it."""
+    return has_memory(tensor) and tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def _obstacle(fresh: Tensor, total: Tensor, storage: str) -> str:
     """Return the reason why a gradient cannot be added to a sum with a residual; empty if none."""
     if fresh.layout != torch.strided or not has_memory(total):
         return "it is sparse"
     if fresh.requires_grad or total.requires_grad:
         return "it is differentiated, by create_graph=True"
-    if total.untyped_storage().nbytes() != total.nbytes:
+    if total.dtype in LOW_PRECISION and total.dtype not in STORAGES[storage].residuals:
+        return f"storage {storage!r} holds no {total.dtype}"
+    if _is_part(total):
         return "p.grad is a part of other memory, which is written without it, as of a flat buffer"
     return ""
 
@@ -153,7 +209,9 @@ def add(total: Tensor, residual: Residual, fresh: Tensor) -> None:
     """
     storage, dtype = residual.storage, total.dtype
     for hi, lows, more in _parts(total, residual, fresh):
-        value = join_in(WIDER[dtype], storage, hi, *lows) + more
+        whole = join_in(WIDER[dtype], storage, hi, *lows)
+        # Zero has no low words: `p.grad.data.zero_()` counts no version.
+        value = torch.where(hi == 0, 0.0, whole) + more.to(WIDER[dtype])
         if is_by_chance(storage):
             words = split_by_chance_into(storage, value, dtype, None, 0, next_draw([residual]))
         else:

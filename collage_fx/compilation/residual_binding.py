@@ -135,9 +135,10 @@ class Residuals:
         count = self.count_written
         current, read = current[:count], current[count:]
         for c, (_, residual) in zip(self.carried[count:], read, strict=True):
-            residual.read = True
             if c.gradient and residual.sums is None:  # made here, for one that has none
                 residual.sums = Sums()
+            if residual.sums is not None:
+                residual.sums.read = True
         changed = self.session.config.changed
         bits = STORE.bits_for(current, self.carried[:count]) if changed else ()
         return Gathered(current, replaced, read, bits)
@@ -154,7 +155,8 @@ class Residuals:
 
     def _is_read(self, carried: Carried) -> bool:
         """Return True for a state that the graph only reads, or a gradient that it zeroes."""
-        return carried.index not in self.plan or carried.gradient
+        plan = self.plan.get(carried.index)
+        return plan is None or (carried.gradient and not plan.compensated)
 
     @functools.cached_property
     def named(self) -> Callable[[str], str]:

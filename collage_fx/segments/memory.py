@@ -244,8 +244,8 @@ class Memories(dict[int, KnownMemory]):
 
     def _met(self, t: Tensor, residual: Residual) -> Owned:
         """Return the same of one that has a residual; that is empty if others fill the tensor."""
-        if residual.of_gradient:  # nobody is to know of it after the step
-            residual.read = True
+        if residual.sums is not None:  # nobody is to know of it after the step
+            residual.sums.read = True
             STORE.clear_stale([(t, residual)])
             return _elsewhere(t, residual.name)
         owned = self.meet(t, residual.name)

@@ -169,7 +169,8 @@ def _emitted(program: Program) -> None:
     # A graph that is called for each member writes one of them.
     own = program.carried if program.called else program.plan
     expected: list[Node] = [placeholders[c.index] for c in own]
-    read = {c.index for c in program.residual_inputs if c.gradient}
+    compensated = {s.index for s in program.plan if s.compensated}
+    read = {c.index for c in program.residual_inputs if c.gradient} - compensated
     places = (program.residual_places.get(c.index, ()) for c in own if c.index not in read)
     expected += [placeholders[k] for found in places for k in found]
     _demand(sorted(map(str, written)) == sorted(map(str, expected)), "a write was lost or doubled")

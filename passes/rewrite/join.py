@@ -109,7 +109,8 @@ def _read(program: Program) -> dict[Node, Carried]:
     """
     inputs = dict(enumerate(program.source.graph.find_nodes(op="placeholder")))
     low = {i for i, n in inputs.items() if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
-    written = {c.index for c in program.carried if not c.gradient}
+    compensated = {s.index for s in program.plan if s.compensated}
+    written = {c.index for c in program.carried if not c.gradient or c.index in compensated}
     found = {inputs[i]: program.describe(i, inputs[i]) for i in low - written}
     return {node: carried for node, carried in found.items() if carried.present}
 

@@ -54,6 +54,8 @@ class Sums:
 
     refilled: bool = False
     """True if others were seen to write one of them, and that was said."""
+    read: bool = False
+    """True if a compiled step has read one of them with its residual."""
     said: set[WarningName] = field(default_factory=set)
     """The other warnings that were given."""
 
@@ -102,8 +104,6 @@ class Residual:
     on: they tell which elements a later one changes."""
     sums: "Sums | None" = None
     """The sums that the tensor is one of, if it is a gradient: of use until it is zero or None."""
-    read: bool = False
-    """True if a step that does not write the tensor has read it with this."""
     lost: int | Tensor = 0
     """The elements of which later writes have cleared a residual; on the device of the tensor, so
     that nobody waits for it."""
@@ -157,8 +157,9 @@ class Residual:
     def clear(self) -> None:
         """Set every component to zero."""
         self.expected = None
-        for component in self.components:
-            component.zero_()
+        with torch.no_grad(), _disable_current_modes():  # a recorder would do it later
+            for component in self.components:
+                component.zero_()
 
     def keep(self, tensor: Tensor) -> None:
         """Have a write from outside clear no more than the elements of tensor that it changes."""

@@ -66,12 +66,41 @@ def train(rank: int, kind: str, *, sums: bool) -> list[Tensor]:
     return [*found, *map(collage_fx.value, params)]
 
 
+class Turns(nn.Module):
+    """Two weights, of which a pass may use the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        self.v = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x: float, *, both: bool) -> Tensor:
+        return (self.w * x + (self.v * x if both else 0)).sum()
+
+
+def used_by_turns(rank: int) -> Tensor:
+    """The gradient of a weight that one process uses, after a window in which both did."""
+    inner = Turns()
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    collage_fx.accumulate(model)
+    collage_fx.accumulate(model)  # takes the place of the first
+    for x in (256.0, 1.0):
+        model(x, both=True).backward()
+    whole = collage_fx.value(inner.v.grad)  # type: ignore[arg-type]
+    model.zero_grad()
+    model(8.0, both=rank == 1).backward()
+    return torch.cat([whole, collage_fx.value(inner.v.grad)])  # type: ignore[arg-type]
+
+
 def work(rank: int, folder: str) -> None:
     join_group(rank, 2, f"{folder}/store")
     with without_compiler():
         for kind in KINDS:
             torch.save(train(rank, kind, sums=True), f"{folder}/{kind} {rank}")
         torch.save(train(rank, "copies", sums=False), f"{folder}/plain {rank}")
+    torch.save(used_by_turns(rank), f"{folder}/turns {rank}")
+    with pytest.raises(UnsupportedError, match="several processes"):
+        collage_fx.accumulate(made())
     model = DistributedDataParallel(made())
     model.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(UnsupportedError, match="communication hook"):
@@ -89,6 +118,8 @@ def test_two_processes(tmp_path: Path) -> None:
     from torch.multiprocessing.spawn import start_processes
 
     start_processes(work, (str(tmp_path),), nprocs=2, start_method="fork")
+    for rank in range(2):
+        assert torch.load(tmp_path / f"turns {rank}").tolist() == [257, 4]
     for kind in (*KINDS, "plain"):
         one, other = (torch.load(tmp_path / f"{kind} {rank}") for rank in range(2))
         assert all(map(torch.equal, one[9:], other[9:])), kind
