@@ -15,7 +15,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test quick test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz \
 	lint docs lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
-	coverage engine-times clean
+	coverage engine-times evidence clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_bytes.py
@@ -159,6 +159,14 @@ PEERS := benchmarks/peers-requirements.txt
 
 bench-peers: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement $(PEERS)
+
+# The studies of docs/evidence.md: runs that are not there yet, then tables and plots of all; two to three hours on
+# two cores. QUICK=1 takes a quarter of an hour and writes to build/studies/quick.
+#   make evidence ONLY=tune
+evidence: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies/run.py $(if $(QUICK),--quick) \
+		$(if $(ONLY),--only "$(ONLY)")
+	$(BIN)/python benchmarks/studies/analyse.py $(if $(QUICK),--quick)
 
 # All that needs a GPU: tests of bits and of CUDA graphs, then time, memory and a training run.
 gpu: a-gpu $(READY)

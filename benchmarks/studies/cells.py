@@ -1,0 +1,124 @@
+"""The cells of each study: task, strategy, optimizer, rate and beta2 of every training run."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+BASE = ("masters", "twin 1", "twin 2", "bf16")
+"""Strategies that every comparison needs: the one beside it, its floor, and the largest loss."""
+CORE = (*BASE, "auto", "plus", "light", "remainder16", "sr", "sr, weights")
+ALL = (
+    *CORE,
+    *("auto, eft", "mcf2, wide", "mcf2, by chance", "ulp8", "ulp8, by chance", "mcf3", "ulp4"),
+    *(
+        "budget 7.5",
+        "budget 9",
+        "kahan",
+        "kahan compiled",
+        "kahan rounded",
+        "bf16 compiled",
+        "fp32",
+    ),
+    *("torchao, rounding", "optimi, kahan", "flashoptim"),
+)
+TUNED = (
+    *CORE,
+    *("mcf2, wide", "mcf2, by chance", "ulp8", "ulp8, by chance", "mcf3", "ulp4", "kahan"),
+)
+REFERENCES = ("masters", "twin 1", "twin 2", "fp32")
+"""Strategies that nothing is said of: they are what others are beside."""
+EIGHT_BITS = (
+    "moments in one word",
+    "moments in one word, by chance",
+    "moments in two words",
+    "moments in three words",
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of all seeds of a task."""
+
+    task: str
+    strategy: str
+    lr: float
+    optimizer: str = "AdamW"
+    beta2: float = 0.999
+
+    @property
+    def name(self) -> str:
+        """All of it in one line."""
+        return f"{self.task}, {self.optimizer}, {self.strategy}, {self.lr:g}, {self.beta2:g}"
+
+    @property
+    def file(self) -> str:
+        """Name of the file with its results."""
+        return re.sub(r"[^\w.+-]+", "_", self.name) + ".json"
+
+    @property
+    def held_out(self) -> bool:
+        """True if a claim on EDQ is tested on this cell, by a hash that knows no result."""
+        return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 1
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, and the cells that answer it, in the order in which they are run."""
+
+    title: str
+    cells: tuple[Cell, ...] = ()
+    """Runs of a study; those of `edq` and `warning` are of the two studies before them."""
+
+
+def _cells(task: str, strategies: Iterable[str], rates: Iterable[float]) -> tuple[Cell, ...]:
+    """Return all strategies at a rate, then at the next."""
+    return tuple(Cell(task, s, lr) for lr, s in product(rates, strategies))
+
+
+_OTHERS = {"SGD": 0.1, "Lion": 1e-3, "Adafactor": 1e-2}
+_BETAS = (0.9, 0.95, 0.99, 0.9999)
+_PARITY = (*_cells("train", ALL, (1e-2, 3e-3)), *_cells("train", ALL, (1e-3,)))
+_TUNE = _cells("tune", TUNED, (1e-6, 1e-5, 1e-4))
+STUDIES = {
+    "parity": Study("Pre-training: does it end where fp32 masters end?", _PARITY),
+    "tune": Study("Fine-tuning at low rates: how much of the gain is kept?", _TUNE),
+    "beta2": Study(
+        "The decay of the second moment",
+        tuple(
+            Cell("train", s, 3e-3, beta2=beta2)
+            for beta2, s in product(_BETAS, ("masters", "bf16", "light", "plus", "auto"))
+        ),
+    ),
+    "edq": Study("EDQ: does it tell the loss?", tuple(dict.fromkeys(_PARITY + _TUNE))),
+    "fp8": Study(
+        "Moments in fp8",
+        tuple(
+            Cell("train", s, 3e-3, f"AdamW, moments in fp8 {kind}")
+            for kind, s in product(("e4m3fn", "e5m2"), EIGHT_BITS)
+        ),
+    ),
+    "optimizers": Study(
+        "Other optimizers",
+        tuple(
+            Cell("train", s, lr, name)
+            for (name, lr), s in product(_OTHERS.items(), (*BASE, "auto", "mcf2, wide"))
+        ),
+    ),
+    "long": Study(
+        "Error over 5,000 steps",
+        _cells("long", ("masters", "bf16", "auto", "plus", "light", "remainder16", "sr"), (3e-3,)),
+    ),
+    "warning": Study("The warning about small updates", _TUNE),
+    "parity 468k": Study(
+        "Pre-training at 468,000 parameters",
+        _cells("train 468k", (*BASE, "auto", "plus", "light"), (3e-3,)),
+    ),
+    "try": Study(
+        "Sizes and rates, before the protocol",
+        _cells("try", ("masters", "bf16"), (1e-3, 3e-3, 1e-2, 3e-2)),
+    ),
+}
+QUICK = {"parity", "tune"}
+"""Studies of `--quick`, of which it runs CORE alone."""
