@@ -213,7 +213,10 @@ def maker(optimizer: str, beta2: float) -> Make:
 def _at_rate(optimizer: Optimizer, step: Step | None = None) -> Callable[[float], None]:
     def take(lr: float) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):  # torchao, which is not to be given another one
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         (step or optimizer.step)()
 
     return take
