@@ -9,6 +9,7 @@ p-values counts), after Holm's correction for the number of tests.
 import math
 import random
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ def holm(values: Sequence[float]) -> list[float]:
 def ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value from 1 on; equal ones share the mean of theirs."""
     order = sorted(values)
-    return [(order.index(v) + 1 + len(order) - order[::-1].index(v)) / 2 for v in values]
+    return [(bisect_left(order, v) + 1 + bisect_right(order, v)) / 2 for v in values]
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
