@@ -61,17 +61,21 @@ def percent(values: list[float]) -> str:
     return f"{found.mean:.{digits}%} ± {100 * found.half:.{digits}f}"
 
 
+def tested(results: Results, cells: list[Cell]) -> dict[Cell, float]:
+    """Return cell -> p-value of "not equivalent to masters", corrected for all that are there."""
+    ours = [c for c in cells if c in results and beside(c) in results]
+    found = margin_of(results, beside(ours[0])) if ours else None
+    if found is None:
+        return {}
+    ours = [c for c in ours if c.strategy not in REFERENCES]
+    tests = [tost(gaps(results, c), found.margin) for c in ours]
+    return dict(zip(ours, holm(tests), strict=True))
+
+
 def compared(results: Results, cells: list[Cell]) -> list[list[str]]:
     """Return a row for each cell that is there: gap, test of equivalence, distances."""
-    there = [c for c in cells if c in results and beside(c) in results]
-    found = margin_of(results, beside(there[0])) if there else None
-    if found is None:
-        return []
-    ours = [c for c in there if c.strategy not in REFERENCES]
-    tests = [tost(gaps(results, c), found.margin) for c in ours]
-    values = dict(zip(ours, holm(tests), strict=True))
-    rows = []
-    for cell in there:
+    values, rows = tested(results, cells), []
+    for cell in (c for c in cells if c in results and beside(c) in results):
         far = results[cell]["shadow"]
         p = values.get(cell)
         equal = "" if p is None else f"{'yes' if p <= 0.05 else 'no'}, p = {p:.2g}"
@@ -105,9 +109,9 @@ def about(found: Margin | None) -> str:
     )
 
 
-def parity(results: Results) -> str:
-    """Return the table of pre-training at the masters' best rate."""
-    lr = best_rate(results, Cell("train", "masters", 0))
+def parity(results: Results, lr: float | None = None) -> str:
+    """Return the table of pre-training at a rate, by default the masters' best."""
+    lr = lr or best_rate(results, Cell("train", "masters", 0))
     if lr is None:
         return ""
     cells = [Cell("train", s, lr) for s in ALL]
@@ -120,18 +124,26 @@ def rates(results: Results) -> str:
     rows = []
     best = best_rate(results, Cell("train", "masters", 0)) or 0.0
     least = results.get(Cell("train", "masters", best))
+    equal = {
+        cell
+        for lr in RATES
+        for cell, p in tested(results, [Cell("train", s, lr) for s in ALL]).items()
+        if p <= 0.05
+    }
     for s in ALL:
         cells = [Cell("train", s, lr) for lr in RATES]
         own = best_rate(results, cells[0])
         if own is None or least is None:
             continue
-        at = [nats(mean_of(gaps(results, c))) if c in results else "" for c in cells]
+        at = [
+            nats(mean_of(gaps(results, c))) + (" =" if c in equal else "") if c in results else ""
+            for c in cells
+        ]
         found = results[replace(cells[0], lr=own)]["whole"]
         apart = [x - y for x, y in zip(found, least["whole"], strict=True)]
         if s == "masters":
-            at = [
-                f"loss {statistics.fmean(results[c]['whole']):.4f}" for c in cells if c in results
-            ]
+            losses = [statistics.fmean(results[c]["whole"]) if c in results else 0 for c in cells]
+            at = [f"loss {loss:.4f}" if loss else "" for loss in losses]
         rows.append([NAMED.get(s, s), *at, f"{own:g}", nats(mean_of(apart))])
     head = ("strategy", "1e-3", "3e-3", "1e-2", "its best rate", "there, less masters' best")
     return table(head, rows)
@@ -277,7 +289,8 @@ def state(results: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    **{"state": state, "parity": parity, "rates": rates, "tune": tune, "edq": edq},
+    **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
+    **{"rates": rates, "tune": tune, "edq": edq},
     **{"beta2": beta2, "fp8": fp8, "optimizers": optimizers, "long": long, "warning": warning},
 }
 

@@ -58,7 +58,7 @@ def kept(results: Results, cell: Cell, of: str = "whole") -> list[float]:
 
 
 class Margin(NamedTuple):
-    """What a difference is compared with, in nats a byte."""
+    """Numbers that say how large a difference counts, in nats a byte."""
 
     floor: float
     """Largest, of both twins, of |mean difference| + half of its interval."""

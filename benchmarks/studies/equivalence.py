@@ -78,7 +78,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value from 1 on; equal ones share the mean of theirs."""
+    """Return the rank of each value from 1 on; equal ones have the mean of their places."""
     order = sorted(values)
     return [(bisect_left(order, v) + 1 + bisect_right(order, v)) / 2 for v in values]
 

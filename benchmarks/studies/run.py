@@ -157,7 +157,7 @@ def run_cell(cell: Cell, task: Task, model: Model, start: Named, path: Path, dev
 
 
 class Runner:
-    """What cells share: models, compiled once, and the weights that tasks begin with."""
+    """Models, compiled once, and first weights, which cells share."""
 
     def __init__(self, out: Path, *, quick: bool, device: str) -> None:
         self.out, self.quick, self.device = out, quick, device

@@ -1,7 +1,7 @@
 """A float64 optimizer beside another one, on the same gradients, and how far the two are apart.
 
-Of the whole values x of the other's weights (residuals included), x64 of the shadow's, x0 of the
-common start; sums are over all elements of a seed:
+x are the whole values of the weights (residuals included) that the other one has, x64 those that
+the shadow has, x0 those at the common start; sums are over all elements of a seed:
 
     error       |x - x64| / |x64 - x0| after the last step
     cumulative  <x - x0, x64 - x0> / |x64 - x0|^2 there: 1 if nothing is lost on the way
