@@ -38,7 +38,6 @@ from equivalence import Mean, bootstrapped, holm, mean_of, spearman, tost
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/studies"
 PAGE = ROOT / "docs/evidence.md"
-NAMED = {"bf16": "plain bf16", "bf16 compiled": "plain bf16, stock-compiled"}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -81,7 +80,7 @@ def compared(results: Results, cells: list[Cell]) -> list[list[str]]:
         equal = "" if p is None else f"{'yes' if p <= 0.05 else 'no'}, p = {p:.2g}"
         rows.append(
             [
-                NAMED.get(cell.strategy, cell.strategy),
+                cell.words,
                 nats(mean_of(gaps(results, cell))) if cell.strategy != "masters" else "0",
                 equal,
                 nats(mean_of(gaps(results, cell, "high"))),
@@ -144,7 +143,9 @@ def rates(results: Results) -> str:
         if s == "masters":
             losses = [statistics.fmean(results[c]["whole"]) if c in results else 0 for c in cells]
             at = [f"loss {loss:.4f}" if loss else "" for loss in losses]
-        rows.append([NAMED.get(s, s), *at, f"{own:g}", nats(mean_of(apart))])
+        swept = all(c in results for c in cells)
+        last = [f"{own:g}", nats(mean_of(apart))] if swept and s != "masters" else ["", ""]
+        rows.append([cells[0].words, *at, *last])
     head = ("strategy", "1e-3", "3e-3", "1e-2", "its best rate", "there, less masters' best")
     return table(head, rows)
 
@@ -159,7 +160,7 @@ def tune(results: Results) -> str:
             percent(kept(results, cells[0], of)) for of in ("high", "cast") if cells[0] in results
         ]
         if any(at):
-            rows.append([NAMED.get(s, s), *at, *out])
+            rows.append([cells[0].words, *at, *out])
     exports = ("1e-6, high words", "1e-6, cast by chance")
     return table(("strategy", "1e-6", "1e-5", "1e-4", *exports), rows)
 
@@ -210,7 +211,7 @@ def beta2(results: Results) -> str:
             at = [f"loss {there[b]:.4f}" if b in there else "" for b in betas]
         else:
             at = [nats(mean_of(gaps(results, c))) if c in results else "" for c in cells]
-        rows.append([NAMED.get(s, s), *at, f"{min(there, key=lambda b: there[b]):g}"])
+        rows.append([cells[0].words, *at, f"{min(there, key=lambda b: there[b]):g}"])
     return table(("strategy", *(f"{b:g}" for b in betas), "best"), rows)
 
 
@@ -248,7 +249,7 @@ def long(results: Results) -> str:
             errors = [f"{statistics.fmean(m['error']):.1e}" for m in marks]
             far = statistics.fmean(results[cell]["shadow"]["cumulative"])
             gap = statistics.fmean(gaps(results, cell)) if beside(cell) in results else 0.0
-            name = NAMED.get(cell.strategy, cell.strategy)
+            name = cell.words
             rows.append([name, *errors, f"{far:.4f}", f"{gap:+.4f}"])
     steps = ("error after 1,667 steps", "3,333", "5,000")
     return table(("strategy", *steps, "cumulative EDQ", "loss less that of masters"), rows)
@@ -271,9 +272,12 @@ def warning(results: Results) -> str:
             if c in results and beside(c) in results and results[c]["settings"]
             if low <= 1 - statistics.fmean(kept(results, c)) < high
         ]
-        odd = [f"{c.strategy} at {c.lr:g}" for c, told in ours if told is (high == 0.01)]
-        rows.append([name, str(len(ours)), str(sum(told for _, told in ours)), ", ".join(odd)])
-    return table(("lost of the gain", "runs", "warned", "against the hypothesis"), rows)
+        said, silent = (
+            ", ".join(f"{c.words} at {c.lr:g}" for c, told in ours if told is wanted)
+            for wanted in (True, False)
+        )
+        rows.append([name, str(len(ours)), said or "none", silent if low > 0 else "the others"])
+    return table(("lost of the gain", "runs", "warned", "not warned"), rows)
 
 
 def state(results: Results) -> str:

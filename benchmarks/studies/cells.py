@@ -53,6 +53,11 @@ class Cell:
         return f"{self.task}, {self.optimizer}, {self.strategy}, {self.lr:g}, {self.beta2:g}"
 
     @property
+    def words(self) -> str:
+        """The strategy as tables name it."""
+        return self.strategy.replace("bf16", "plain bf16").replace(" compiled", ", stock-compiled")
+
+    @property
     def file(self) -> str:
         """Name of the file with its results."""
         return re.sub(r"[^\w.+-]+", "_", self.name) + ".json"
