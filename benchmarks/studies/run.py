@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tasks
@@ -42,6 +44,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from steps import conditions
 
 RESULTS = ROOT / "benchmarks/results/studies"
+LIMIT = 3600
+"""Seconds after which a cell is ended; it counts as failed, and the next run tries it again."""
 MARKS = 3
 """Times on the way at which losses are measured, the last step among them."""
 
@@ -195,11 +199,9 @@ class Runner:
             return True
         process = multiprocessing.get_context("fork").Process(target=run_cell, args=work)
         process.start()
-        try:
-            process.join()
-        except KeyboardInterrupt:
-            process.join()
-            raise
+        process.join(LIMIT)
+        process.kill()
+        process.join()
         return process.exitcode == 0
 
 
@@ -224,7 +226,9 @@ def main() -> None:
     out = args.out or (ROOT / "build/studies/quick" if args.quick else RESULTS)
     logging.disable(logging.WARNING)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch._dynamo.config.recompile_limit = 64
+    dynamo_config.recompile_limit = 64
+    # Cells are forks of this process: a lock that another thread holds would never be free there.
+    inductor_config.compile_threads = 1
     cells = chosen(args.only, quick=args.quick)
     skipped = {name: why for name in {c.strategy for c in cells} if (why := absent(name))}
     for name, why in sorted(skipped.items()):
