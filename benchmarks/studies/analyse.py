@@ -289,7 +289,9 @@ def state(results: Results) -> str:
         there = sum(cell in results for cell in study.cells)
         said = "not run yet" if not there else f"{there} of {len(study.cells)}"
         rows.append([f"`{name}`", study.title, said])
-    return table(("study", "question", "runs that are there"), rows)
+    spent = sum(row["seconds"] for row in results.values()) / 60
+    said = f"{len(results)} runs, which took {spent:.0f} minutes with one thread on a busy machine."
+    return f"{table(('study', 'question', 'runs that are there'), rows)}\n\n{said}"
 
 
 TABLES: dict[str, Callable[[Results], str]] = {

@@ -7,6 +7,7 @@ and benchmarks/studies/equivalence.py.
 
 import json
 import random
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import run
 import strategies
 import tasks
 from cells import STUDIES, Cell
-from differences import gaps, kept, margin_of
+from differences import gaps, kept, load, margin_of
 from equivalence import holm, mean_of, quantile, spearman, student, tost
 from shadow import Shadow, rows
 
@@ -126,7 +127,7 @@ def test_a_truncated_file_is_run_again(study: Path, capsys: pytest.CaptureFixtur
     text = (study / first.file).read_text()
     (study / first.file).write_text(text[: len(text) // 2])
     (study / second.file).write_text("")
-    assert analyse.load(study).keys() == {*others}
+    assert load(study).keys() == {*others}
     FakeRunner.done.clear()
     capsys.readouterr()
     run.main()
@@ -241,3 +242,15 @@ def test_tables_of_the_page_are_made_anew() -> None:
     found = analyse.filled(page, {})
     assert "old" not in found and "not run yet" in found
     assert analyse.filled(found, {}) == found and found.startswith("a\n") and found.endswith("b\n")
+
+
+def test_readme_has_the_gaps_of_the_results() -> None:
+    results, readme = load(run.RESULTS), (run.ROOT / "README.md").read_text()
+    auto, plain = (mean_of(gaps(results, Cell("train", s, 1e-3))) for s in ("auto", "bf16"))
+    named = re.findall(r"less that of fp32: ([\d.]+); in plain bf16 ([\d.]+)", readme)
+    assert named == [(f"{auto.mean:.5f}", f"{plain.mean:.3f}")]
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    page = analyse.PAGE.read_text()
+    assert analyse.filled(page, load(run.RESULTS)) == page
