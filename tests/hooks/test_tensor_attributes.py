@@ -108,10 +108,10 @@ def test_a_state_in_an_attribute_keeps_its_residual_when_graphs_take_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with without_compiler(), pytest.warns(collage_fx.CollageWarning) as said:
-        assert far(by_parameter) < 1e-3 * RATE
+        assert far(by_parameter) < 1e-4 * RATE
     (text,) = [text for w in said if "no state_dict" in (text := str(w.message))]
     assert text.count("tensor 1 of") == 1
     # The control: the step judges by versions, which another name of the memory does not have.
     monkeypatch.setattr(Memories, "expect_same", lambda _: None)
-    with without_compiler(), pytest.raises(collage_fx.CollageWarning, match="was cleared"):
-        far(by_parameter)
+    with without_compiler():
+        assert far(by_parameter) > 1e-3 * RATE
