@@ -171,10 +171,11 @@ def _flat() -> dict[str, Tensor]:
 
 
 KILLED = """
-import sys, time, torch
+import signal, sys, time, torch
 from pathlib import Path
 from collage_fx.convert import files
 from collage_fx.convert.conversion import convert
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 def wait(place):
     print("written", flush=True)
     time.sleep(60)
