@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from collage_fx.accumulation.reduction import Reduction, is_replicated
 from collage_fx.accumulation.sums import FSDP, Sum
-from collage_fx.averages.exchange import fsdp_modules
 from collage_fx.config import CollageConfig
 from collage_fx.errors import SubjectError, UnsupportedError
 from collage_fx.optimizer.ownership import params_within
 from collage_fx.passes.ir.program import LOW_PRECISION
-from collage_fx.runtime.residuals.dtensor import is_sharded
+from collage_fx.runtime.residuals.dtensor import fsdp_modules, is_sharded
 from collage_fx.runtime.residuals.residual import Sums
-from collage_fx.runtime.storage.registry import AUTO, STORAGES
+from collage_fx.runtime.storage.registry import STORAGES, chosen
+from collage_fx.runtime.storage.state_name import StateName
 
 _ACCUMULATIONS: "weakref.WeakKeyDictionary[Any, Accumulation]" = weakref.WeakKeyDictionary()
 """Module or optimizer -> its sums, which end with it."""
@@ -40,10 +40,10 @@ class Accumulation:
     """
 
     def __init__(self, subject: Module | Optimizer, storage: str) -> None:
-        found = _parameters(subject)
+        choice, found = CollageConfig(storage=storage).storage, _parameters(subject)
         self.sums: dict[int, Sum] = {}
         """Parameters by their ids -> their sums."""
-        self._storage, self._warnings = storage, Sums()
+        self._choice, self._warnings = choice, Sums()
         self._nodes: dict[int, Any] = {}
         """The node of autograd that adds to each gradient, by the id of the parameter. Each has the
         parameter, and is gone if nobody keeps it."""
@@ -53,11 +53,12 @@ class Accumulation:
 
     def _take(self, name: str, p: Any) -> None:
         """Sum the gradients of a parameter, if they can have residuals."""
-        kept = AUTO.get(p.dtype, "") if self._storage == "auto" else self._storage
-        held = p.dtype in LOW_PRECISION and p.dtype in STORAGES[kept].residuals
+        called = StateName("gradient", name)
+        kept = chosen(self._choice, called, p.dtype) if p.dtype in LOW_PRECISION else ""
+        held = kept and p.dtype in STORAGES[kept].residuals
         if not (p.requires_grad and held) or id(p) in self.sums:
             return
-        one = self.sums[id(p)] = Sum(p, name, kept, self._warnings)
+        one = self.sums[id(p)] = Sum(p, called, kept, self._warnings)
         one.hook_again = weakref.WeakMethod(self._hook)
         self._hook(p, one)
         self._handles.append(p.register_post_accumulate_grad_hook(one.after))
@@ -137,9 +138,6 @@ def accumulate(subject: Module | Optimizer, storage: str = "mcf2") -> Accumulati
         >>> model.weight.grad, collage_fx.value(model.weight.grad)
         (tensor([[256.]], dtype=torch.bfloat16), tensor([[257.]], dtype=torch.float64))
     """
-    CollageConfig(storage=storage)
-    if not is_replicated(subject) and dist.is_available() and dist.is_initialized():
-        _refuse_processes(subject)
     new = Accumulation(subject, storage)
     if not new.sums:
         raise SubjectError(
@@ -153,17 +151,6 @@ def accumulate(subject: Module | Optimizer, storage: str = "mcf2") -> Accumulati
     if is_replicated(subject):
         new.reduce(subject)
     return new
-
-
-def _refuse_processes(subject: Any) -> None:
-    """Raise UnsupportedError where gradients may be reduced over processes without residuals."""
-    _parameters(subject)  # which says what it is, if it is refused for that
-    if dist.get_world_size() > 1:
-        raise UnsupportedError(
-            "accumulate: of several processes pass the module in DistributedDataParallel, which "
-            "reduces residuals too. What else reduces gradients would leave other residuals in "
-            "each process"
-        )
 
 
 def _parameters(subject: Any) -> list[tuple[str, Tensor]]:
@@ -182,5 +169,12 @@ def _parameters(subject: Any) -> list[tuple[str, Tensor]]:
     if any(is_sharded(p) for _, p in found):
         raise UnsupportedError(
             "accumulate: parameters are DTensors, whose gradients may be parts of sums over a mesh"
+        )
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and not is_replicated(subject):
+        raise UnsupportedError(
+            "accumulate: of several processes pass the module in DistributedDataParallel, which "
+            "reduces residuals too. What else reduces gradients would leave other residuals in "
+            "each process"
         )
     return found

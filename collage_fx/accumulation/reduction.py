@@ -35,9 +35,10 @@ class Reduction:
     def reduce(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce the gradients that DDP has copied into a bucket, as its communication hook."""
         buffer = bucket.buffer()
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         with torch.no_grad(), _disable_current_modes():
             whole = buffer.to(WIDER.get(buffer.dtype, buffer.dtype))
-            for p, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            for p, part in pairs:
                 if (residual := self._residual(p)) is not None:
                     words = part, *residual.components
                     _like(part, whole, buffer).copy_(join_in(whole.dtype, residual.storage, *words))
@@ -45,7 +46,6 @@ class Reduction:
         if not self.reduced:
             Variable._execution_engine.queue_callback(self._finish_later)
         work = dist.all_reduce(whole, group=self.group, async_op=True)
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
 
         def split(future: torch.futures.Future[Any]) -> Tensor:
             value = future.value()[0]

@@ -45,9 +45,9 @@ class Sum:
     in its place is the gradient of one backward pass, which is added with the residual.
     """
 
-    def __init__(self, p: Tensor, name: str, storage: str, sums: Sums) -> None:
+    def __init__(self, p: Tensor, name: StateName, storage: str, sums: Sums) -> None:
         self.param: weakref.ref[Any] = weakref.ref(p)
-        self.name, self.storage, self.sums = StateName("gradient", name), storage, sums
+        self.name, self.storage, self.sums = name, storage, sums
         self.aside: Tensor | None = None
         """The sum while autograd stores a gradient in its place."""
         self.lock, self.thread = Lock(), 0
@@ -58,7 +58,7 @@ class Sum:
         """The residual of the last sum that a backward pass has added to, if it is kept."""
         self.has_residual = False
         """True if the last sum had one."""
-        self.draws = zlib.crc32(name.encode())
+        self.draws = zlib.crc32(name.parameter.encode())
         """The number of roundings by chance, from one on that others do not begin with."""
         self.trained = 0, -1
         """The address and the version of the parameter when the sum began."""

@@ -13,11 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.averages import saved
 from collage_fx.averages.average_step import AverageStep, move, on_device
-from collage_fx.averages.exchange import exchange, fsdp_modules, reshard
+from collage_fx.averages.exchange import exchange, reshard
 from collage_fx.config import CollageConfig
 from collage_fx.errors import OptionError, SubjectError
 from collage_fx.inspection.values import value
-from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of
+from collage_fx.runtime.residuals.dtensor import fsdp_modules, place_of, placed, shard_of
 from collage_fx.runtime.residuals.residual import version
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import STORAGES, chosen

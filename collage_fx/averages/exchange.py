@@ -1,14 +1,12 @@
 """The exchange of the values of tensors, with their residuals."""
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.residuals.dtensor import fsdp_modules, shard_of
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -82,9 +80,3 @@ def reshard(model: Module) -> None:
     """
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def fsdp_modules(model: Module) -> list[Any]:
-    """Return the modules that `torch.distributed.fsdp.fully_shard` has taken."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]

@@ -248,9 +248,9 @@ class Compilation:
         direct, seeds = self.direct, self.program.seeds
         kernels = kernels_in(graph_of(self.program.result)) if self.program.result else []
         written = {k for c in self.program.carried for k in places(c.index)}
-        code = Code(function, self.side, states, reads, refused, direct, seeds, wanted, kernels)
-        code.high = [locate[i] for i in self.inputs.plain - written]
-        return code
+        high = [locate[i] for i in self.inputs.plain - written]
+        made = (function, self.side, states, reads, refused, direct, seeds, wanted, kernels)
+        return Code(*made, high=high)
 
     def _log(self, seconds: float) -> None:
         """Log, in one line, what was compiled or why it was not."""

@@ -277,9 +277,8 @@ class SharedGraph:
             return ()
 
         beside = [find for find in locate if not isinstance(find, int)]
-        code = Code(function, side, states, [], False, self.direct, self.seeded, beside=beside)
-        code.high = list(map(find, self.high))
-        return code
+        high, direct, seeded = list(map(find, self.high)), self.direct, self.seeded
+        return Code(function, side, states, [], False, direct, seeded, beside=beside, high=high)
 
 
 def _unrecorded(session: Session) -> AbstractContextManager[Any]:

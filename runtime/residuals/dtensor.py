@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from collage_fx.runtime.storage.positions import Place, contiguous_strides
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -120,3 +120,9 @@ def _whole(shard: Tensor, like: Any, placements: Any, shape: Any, stride: Any) -
     placed = {"run_check": False, "shape": shape, "stride": stride}
     whole: Tensor = type(like).from_local(shard, like.device_mesh, placements, **placed)
     return whole
+
+
+def fsdp_modules(model: Module) -> list[Any]:
+    """Return the modules that `torch.distributed.fsdp.fully_shard` has taken."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]

@@ -443,10 +443,7 @@ def clear_stale(
             told = residual.sums or residual
             if not (residual.lasts_briefly and told.refilled):
                 cleared.setdefault((why, then), []).append(str(residual.name))
-            if told is residual:
-                residual.refilled = True
-            else:
-                refilled.append(told)
+            refilled.append(told)
     for told in refilled:
         told.refilled = True
     settle(unsure if all_fit else [pair for pair in unsure if fit([pair])])

@@ -165,11 +165,6 @@ class ResidualStore:
             residual.shared, residual.renewed = True, None
         self.generation += 1
 
-    @property
-    def finds_by_memory(self) -> bool:
-        """True if a tensor may get the residual of another one, which counts no generation."""
-        return bool(self._of_memory)
-
     def ensure(
         self,
         tensor: Tensor,

@@ -64,6 +64,13 @@ def test_storages(storage: str, dtype: torch.dtype) -> None:
     assert off(model) < ERRORS.get(storage, 2**-15)
 
 
+@pytest.mark.parametrize("alias", ["fp32", "bf16x2"])
+def test_other_names_of_storages(alias: str) -> None:
+    model = made()
+    collage_fx.accumulate(model, alias)
+    assert off(model) < 2**-15
+
+
 def test_by_chance_is_right_on_average() -> None:
     model = nn.Linear(512, 1, bias=False).bfloat16()
     collage_fx.accumulate(model, "sr")
