@@ -144,8 +144,8 @@ class Sum:
         return residual
 
     def _adopt(self, total: Tensor) -> Residual:
-        residual = STORE.adopt(total, None, self.storage, self.name)
-        residual.sums, residual.checks, residual.draws = self.sums, None, self.draws
+        residual = STORE.adopt(total, None, self.storage, self.name, self.sums)
+        residual.draws = self.draws
         return residual
 
     def _look_back(self, trained: tuple[int, int]) -> None:

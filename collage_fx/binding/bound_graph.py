@@ -5,7 +5,7 @@ graph, and the tensors that are attributes of it, are all that a call depends on
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from collage_fx.binding.bound_kernels import BoundKernels, current_residuals, settling
 from collage_fx.binding.launches import Unrepeatable
+from collage_fx.binding.read_gradients import Pairs, ReadGradients, components_of
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Observed
@@ -51,26 +52,35 @@ class BoundGraph:
         """The states of 16 bits that it writes, with the verdicts."""
         fixed = [*attributes, *counted_up, *(t for t, _ in self.written)]
         fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
-        self.read = [pair for one in known for pair in one.read]
+        read = [pair for one in known for pair in one.read]
+        taken = {*map(id, fixed)}
+        self.read = [(t, r) for t, r in read if not r.of_gradient or id(t) in taken]
         """The states that it only reads, which others write between its calls."""
-        contents, residuals = _contents(args, known, fixed)
+        gradients = [(t, r) for t, r in read if r.of_gradient and id(t) not in taken]
+        fixed += [t for t, _ in self.read]
+        contents, residuals = _contents(args, known, fixed, components_of(gradients))
+        self.given = [i for i in contents.given_arguments if i < len(args)]
+        self.gradients = ReadGradients(gradients, contents.given[: len(self.given)])
         self.runs: _Kernels | Calls
         try:
             if code.parts:
                 raise Unrepeatable("it is compiled in parts")
             self.runs = _Kernels(code, observed[0], contents, counted_up)
         except Unrepeatable:
-            self.runs = Calls(code, known, contents)
+            self.runs = Calls(code, known, contents, gradients)
         self.snapshot = self.runs.snapshot
         keep_versions(residuals, self.snapshot.versions)
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the graph; return its results, or None, with nothing done, if it cannot."""
-        if self.generation != STORE.generation or not self.snapshot.holds(args):
+        if self.generation != STORE.generation:
+            return None
+        found = self.gradients.find([args[i] for i in self.given])
+        if found is None or not self.snapshot.holds((*args, *components_of(found))):
             return None
         if not all([r.expected is None and r.belongs(t) for t, r in self.read]):
             return None
-        return self.runs.run(args)
+        return self.runs.run(args, found)
 
 
 class _Kernels:
@@ -90,11 +100,12 @@ class _Kernels:
         self.bound = BoundKernels(code.direct, code.new_seeds(), observed, contents, values)
         self.snapshot = self.bound.snapshot
 
-    def run(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def run(self, args: tuple[Any, ...], gradients: Pairs) -> tuple[Any, ...] | None:
         values = [args[i] for i in self.values]
         if not self.bound.fit() or list(map(_kind, values)) != self.kinds:
             return None
-        results = self.bound.run([args[i] for i in self.given], values, self.counted_up)
+        every = (*args, *components_of(gradients))
+        results = self.bound.run([every[i] for i in self.given], values, self.counted_up)
         return tuple(results) if self.members is None else self.members.results(results, args)
 
 
@@ -111,27 +122,42 @@ class _Known(Gathered):
 class Calls:
     """A graph that is called as in full, with the residuals of an earlier call."""
 
-    def __init__(self, code: Code, known: Sequence[Gathered], contents: Contents) -> None:
+    def __init__(
+        self, code: Code, known: Sequence[Gathered], contents: Contents, gradients: Pairs
+    ) -> None:
         """Take up the residuals of an earlier call.
 
         Args:
             code: the graph.
             known: the residuals of each part of it, as `code.begin` finds them.
             contents: what has to be as it was.
+            gradients: those of them that are found anew at each call, see `ReadGradients`.
         """
         self.code, self.snapshot = code, TensorSnapshot(contents)
         self.known = [
             _Known(one.current, [], one.read, one.bits, note=settling(self.snapshot, one))
             for one in known
         ]
+        at = {id(t): k for k, (t, _) in enumerate(gradients)}
+        self.read = [[at.get(id(t), pair) for pair in one.read for t in pair[:1]] for one in known]
+        """For each part what it reads: which of the gradients, or a state with its residual."""
+        for one in self.known:
+            one.read = ()  # they would keep the gradients alive
 
-    def run(self, args: tuple[Any, ...]) -> Any:
-        """Call the graph; return its results."""
-        return self.code.call(args, self.code.begin(args, self.known))
+    def run(self, args: tuple[Any, ...], gradients: Pairs) -> Any:
+        """Call the graph, for gradients with these residuals; return its results."""
+        known = [
+            replace(one, read=[gradients[x] if isinstance(x, int) else x for x in read])
+            for one, read in zip(self.known, self.read, strict=True)
+        ]
+        return self.code.call(args, self.code.begin(args, known))
 
 
 def _contents(
-    args: tuple[Any, ...], known: Sequence[Gathered], fixed: Sequence[Tensor]
+    args: tuple[Any, ...],
+    known: Sequence[Gathered],
+    fixed: Sequence[Tensor],
+    memory: Sequence[Tensor],
 ) -> tuple[Contents, list[Residual]]:
     """Return the contents that have to be unchanged, and the residuals of the written tensors.
 
@@ -139,11 +165,13 @@ def _contents(
         args: those of the graph.
         known: the residuals of each part.
         fixed: the tensors that no others may take the place of.
+        memory: tensors that each call is given behind the arguments.
     """
+    args = (*args, *memory)
     current = current_residuals(known)
     written, residuals = [t for t, _ in current.values()], [r for _, r in current.values()]
-    read = {id(t): (t, r) for one in known for t, r in one.read}
-    fixed = [*fixed, *(t for t, _ in read.values())]
+    taken = {*map(id, fixed)}
+    read = [r for one in known for t, r in one.read if id(t) in taken]
     guarded = list({id(t): t for t in (*fixed, *written)}.values())
     place = {id(x): i for i, x in reversed(list(enumerate(args)))}
     taken = {id(t) for t in guarded}
@@ -153,7 +181,7 @@ def _contents(
         raise Unrepeatable("there are tensors of classes with code of their own, or no versions")
     contents = Contents(
         guarded=guarded,
-        others=memory_of([*residuals, *(r for _, r in read.values())]),
+        others=memory_of([*residuals, *read]),
         written=written,
         given=present,
         arguments=[place.get(id(t), -1) for t in guarded],

@@ -120,7 +120,7 @@ class Residuals:
         self.introduced = True
         if self.ensured != (generation, list(map(id, found))):
             found = [
-                STORE.ensure(tensor, self._storage(c), c.state_name, residual, c.place)
+                self._ensure(tensor, c, residual)
                 for tensor, c, residual in zip(tensors, self.carried, found, strict=True)
             ]
             self.ensured = STORE.generation, list(map(id, found))
@@ -135,13 +135,20 @@ class Residuals:
         count = self.count_written
         current, read = current[:count], current[count:]
         for c, (_, residual) in zip(self.carried[count:], read, strict=True):
-            if c.gradient and residual.sums is None:  # made here, for one that has none
+            if c.gradient and residual.sums is None:  # a user's, by load_residuals
                 residual.sums = Sums()
             if residual.sums is not None:
                 residual.sums.read = True
         changed = self.session.config.changed
         bits = STORE.bits_for(current, self.carried[:count]) if changed else ()
         return Gathered(current, replaced, read, bits)
+
+    def _ensure(self, tensor: Tensor, carried: Carried, found: Residual | None) -> Residual:
+        """Return the residual of a state as the graph takes it, given the one that it has."""
+        storage, name = self.storage_for(carried), carried.state_name
+        if carried.gradient and found is None:
+            return STORE.adopt(tensor, None, storage, name, Sums())
+        return STORE.ensure(tensor, storage, name, found, carried.place)
 
     @property
     def reads_others(self) -> bool:
@@ -163,7 +170,7 @@ class Residuals:
         """Gives the states of an optimizer, in a text, the names of its parameters."""
         return naming(self.session.optimizer)
 
-    def _storage(self, carried: Carried) -> str:
+    def storage_for(self, carried: Carried) -> str:
         """Return the storage of a state: by its verdict, or as it is where it is only read."""
         return carried.present if self._is_read(carried) else self.plan[carried.index].storage
 
@@ -178,7 +185,7 @@ class Residuals:
         choice = self.session.config.storage
         return any(
             r is not None
-            and r.storage != self._storage(c)
+            and r.storage != self.storage_for(c)
             and (self._is_read(c) or goes_on(choice, t.dtype, r.storage))
             for (t, c), r in found
         )

@@ -249,8 +249,8 @@ class _Step:
 
     def __init__(self, session: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         self.session = session
-        self.checked = -1
-        """The generation of the store in which every residual was known to this graph."""
+        self.checked = -1, -1
+        """`STORE.counts` when every residual was known to this graph."""
         self.error: CollageError | None = None
         """Error that the calls raise: a backend that raises it would be passed over by Dynamo."""
         stand_ins = session.stand_ins if session.is_whole(gm) else None
@@ -377,7 +377,7 @@ class _Step:
                 return ()
             return steps.recorded(self, args)
         self.code.conclude(args)
-        self.checked = STORE.generation
+        self.checked = STORE.counts
         result = self._run(steps, args)
         if stand_ins is not None:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
@@ -484,7 +484,7 @@ class _Step:
             self.waits -= 1
             if not self.waits:
                 self.code = self._again(gm, args, "now that it has run before")
-        if fits and STORE.generation != self.checked and self.code.misses_residual(args):
+        if fits and STORE.counts != self.checked and self.code.misses_residual(args):
             # Another graph, or a segment, has since given a residual to a state of this graph.
             self.code = self._again(gm, args, "again, as a state of it has a residual now")
             self.code.refused |= self.code.misses_residual(args)

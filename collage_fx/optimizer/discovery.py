@@ -273,7 +273,7 @@ def makes_states(optimizer: Optimizer) -> bool:
 def init_states(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
     """Make the states of one of torch.optim's classes that a step would begin by making."""
     for group in groups:
-        if any(p.grad is not None and not optimizer.state.get(p) for p in group["params"]):
+        if any([p.grad is not None and not optimizer.state.get(p) for p in group["params"]]):
             init = optimizer._init_group  # type: ignore[attr-defined]
             lists = len(inspect.signature(init).parameters) - 1
             init(group, *([] for _ in range(lists)))

@@ -199,8 +199,8 @@ class Memories(dict[int, KnownMemory]):
         """States among them whose residuals are from earlier steps."""
         self.elsewhere: dict[int, list[Callable[[], Tensor | None]]] = {}
         """Storage -> references to tensors with residuals in it, or what makes them anew."""
-        self.generation = -1
-        """Generation of the store when they were looked for."""
+        self.counts = -1, -1
+        """`STORE.counts` when they were looked for."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Know the states of a step, and no other memory."""
@@ -211,9 +211,9 @@ class Memories(dict[int, KnownMemory]):
             if key not in self:
                 self[key] = KnownMemory()
             self[key].states.append(owned)
-        if self.generation == STORE.generation:
+        if self.counts == STORE.counts:
             return
-        self.elsewhere, self.generation = {}, STORE.generation
+        self.elsewhere, self.counts = {}, STORE.counts
         for t in (t for t, _ in STORE if has_memory(t)):
             self.elsewhere.setdefault(storage_key(t), []).append(weakref.ref(t))
         for t, _ in STORE.by_memory():

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from collage_fx.binding.bound_graph import Calls
 from collage_fx.binding.bound_kernels import BoundKernels, current_residuals
 from collage_fx.binding.launches import Unrepeatable
+from collage_fx.binding.read_gradients import Pairs, ReadGradients, components_of
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.partition import Direct
 from collage_fx.compilation.residual_binding import Gathered
@@ -52,6 +53,7 @@ class RepeatedStep:
         runs: "_ByCalls | ByKernels",
         numbers: Sequence[tuple[int, str]],
         residuals: Iterable[Residual],
+        gradients: ReadGradients,
         steps: Steps,
     ) -> None:
         """Bind it to the state of now of all that it depends on.
@@ -60,9 +62,11 @@ class RepeatedStep:
             runs: do it.
             numbers: the group and the key of each float that its graph takes.
             residuals: those that it writes.
+            gradients: finds those that it reads with residuals.
             steps: keeps the record.
         """
         self.runs, self.numbers, self.steps = runs, numbers, steps
+        self.gradients = gradients
         self.globals, self.generation = GlobalState(), STORE.generation
         keep_versions(residuals, runs.snapshot.versions)
 
@@ -84,36 +88,50 @@ class RepeatedStep:
         assert code is not None and args is not None
         known = [call.residuals for call in code.begin(args)]
         current = current_residuals(known)
-        if any([one.read for one in known]):
+        read = [pair for one in known for pair in one.read]
+        if not all([r.of_gradient for _, r in read]):
             raise Unrepeatable("it reads states that others write")
         taken = args if code.parts else noted.calls[0].inputs
         numbers = numbers_taken(optimizer, stand_ins.sources, args, taken)
         places = list(numbers.values())
         of_all = steps.session.shared_numbers()
         found = list(current.values())
-        contents = contents_of(optimizer, stand_ins.params, found, places, of_all)
+        contents = contents_of(optimizer, stand_ins.params, found, places, of_all, read)
         runs: _ByCalls | ByKernels
         if code.parts:
-            runs = _ByCalls(code, args, known, contents, list(numbers))
+            runs = _ByCalls(code, args, known, contents, list(numbers), read)
         else:
             seeds = code.new_seeds()
             runs = ByKernels(code.direct, seeds, noted.calls[0], contents, list(numbers))
-        return cls(runs, places, [residual for _, residual in current.values()], steps)
+        written = [residual for _, residual in current.values()]
+        gradients = ReadGradients(read, contents.given[: len(contents.params)])
+        return cls(runs, places, written, gradients, steps)
 
     def run(self, optimizer: Optimizer) -> bool:
         """Do the step; return False, with nothing done, if something has changed."""
         runs, groups = self.runs, optimizer.param_groups
         if not self._allowed(optimizer):
             return False
-        grads = runs.snapshot.unchanged(vars(optimizer))
-        if not grads or not runs.fit():
+        read = self._read()
+        if read is None:
+            return False
+        given = runs.snapshot.unchanged(vars(optimizer), components_of(read))
+        if not given or not runs.fit():
             return False
         found: list[Any] = [groups[g][key] for g, key in self.numbers]
         if not all(map(math.isfinite, found)):
             return False
-        runs.run(grads, list(map(number_tensor, found)))
+        runs.run(given, list(map(number_tensor, found)), read)
         self.steps.repeated()
         return True
+
+    def _read(self) -> Pairs | None:
+        """Return the gradients that it reads with their residuals; None if these are others."""
+        if not self.gradients.may_be:
+            return []
+        grads = [p.grad for p in self.runs.snapshot.params]
+        found = any([g is None for g in grads])
+        return None if found else self.gradients.find(shards_of(grads))
 
     def _allowed(self, optimizer: Optimizer) -> bool:
         """Return True if all that is no part of the optimizer is as it was."""
@@ -162,10 +180,10 @@ class ByKernels:
         """The positions of the gradients that it writes."""
         self.written = [*[t for t in tensors if id(t) not in apart], *contents.sharded]
 
-    def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-        """Do the step with these gradients and numbers."""
-        zeroed = [grads[k] for k in self.zeroed]
-        self.bound.run(grads, numbers, [*self.written, *zeroed])
+    def run(self, given: Sequence[Tensor], numbers: Sequence[Tensor], read: Pairs) -> None:
+        """Do the step with these gradients, the residuals of those that it reads, and numbers."""
+        zeroed = [given[k] for k in self.zeroed]
+        self.bound.run(given, numbers, [*self.written, *zeroed])
 
 
 class _ByCalls:
@@ -178,10 +196,11 @@ class _ByCalls:
         known: Sequence[Gathered],
         contents: Contents,
         numbers: list[int],
+        read: Pairs,
     ) -> None:
         if code.returns_from_parts or contents.sharded:
             raise Unrepeatable("its graph returns values, or has DTensors")
-        self.graph = Calls(code, known, contents)
+        self.graph = Calls(code, known, contents, read)
         self.snapshot = self.graph.snapshot
         place = {number: k for k, number in enumerate([*map(id, contents.given), *numbers])}
         known_ids = place.keys() | {id(t) for t in contents.guarded}
@@ -196,11 +215,11 @@ class _ByCalls:
         return True
 
     @torch.no_grad()
-    def run(self, grads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-        given, args = (*grads, *numbers), self.args.copy()
+    def run(self, given: Sequence[Tensor], numbers: Sequence[Tensor], read: Pairs) -> None:
+        every, args = (*given, *numbers), self.args.copy()
         for i, k in self.places:
-            args[i] = given[k]
-        self.graph.run(tuple(args))
+            args[i] = every[k]
+        self.graph.run(tuple(args), read)
 
 
 def name_of_number(group: int, key: str) -> str:
@@ -237,7 +256,8 @@ def contents_of(
     params: Sequence[Tensor],
     current: Sequence[tuple[Tensor, Residual]],
     numbers: Sequence[tuple[int, str]],
-    of_all: Sequence[Tensor] = (),
+    of_all: Sequence[Tensor],
+    read: Pairs,
 ) -> Contents:
     """Return the contents that have to be unchanged for a step to be done again.
 
@@ -247,6 +267,7 @@ def contents_of(
         current: what has residuals that it writes, with these.
         numbers: the group and the key of each float that may be another one.
         of_all: further 0-d tensors that its graph reads.
+        read: gradients that it reads with their residuals, with these.
 
     Raises Unrepeatable.
     """
@@ -275,6 +296,7 @@ def contents_of(
     every = params_of(optimizer)
     wholes = list({id(t): t for t in (*every, *others, *of_all)}.values())
     guarded, grads = shards_of(wholes), shards_of([p.grad for p in params])
+    memory = components_of(read) if read else []
     if not is_plain(*guarded, *grads):
         raise Unrepeatable("there are tensors of classes with code of their own")
     if any([t.is_inference() for t in guarded]):
@@ -291,7 +313,7 @@ def contents_of(
         written=[t for t, _ in current],
         params=params,
         without=[p for p in every if p.grad is None],
-        given=grads,
+        given=[*grads, *memory],
         sharded=[t for t, shard in zip(wholes, guarded, strict=True) if t is not shard],
-        alike=guards_of([*guarded, *grads]).check,
+        alike=guards_of([*guarded, *grads, *memory]).check,
     )

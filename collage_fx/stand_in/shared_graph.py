@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.binding.bound_kernels import current_residuals
+from collage_fx.binding.read_gradients import ReadGradients
 from collage_fx.compilation.residual_binding import Gathered, Locate, Residuals, of_size
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import MOVED, Code, Observed, SideInputs
@@ -120,7 +121,7 @@ class SharedGraph:
     def _take_up(self, code: Code, observed: Observed) -> None:
         """Note the kernels of the graph, and their operands."""
         direct, side, count = code.direct, code.side, len(self.inputs)
-        if direct is None or side is None or not direct.only_kernels or code.reads_others:
+        if direct is None or side is None or not direct.only_kernels or code.reads:
             raise NotShared("it does more than to call kernels")
         if any(not isinstance(self.inputs[i], int) for i in direct.inputs if i < count):
             raise NotShared("what Inductor has compiled takes a tensor, such as a rate")
@@ -132,8 +133,13 @@ class SharedGraph:
         written = {i for call in direct.calls for i in call.operands[0]}
         self.written = sorted(i for i in written if i < count)
         residuals = side.residuals
+        self.count_written = residuals.count_written
+        """Number of the states that it writes; gradients that it reads with residuals follow."""
+        if not all(c.gradient for c in residuals.carried[self.count_written :]):
+            raise NotShared("it reads states that others write")
         carried = zip(residuals.locate, residuals.carried, strict=True)
         self.carried = [(self._place_of(find(observed.args)), c) for find, c in carried]
+        self.storages = [residuals.storage_for(c) for c in residuals.carried]
         self.plain = [self._place_of(find(observed.args)) for find in residuals.others]
         self.plans = residuals.plan
         self.states = [(self._place_of(find(observed.args)), plan) for find, plan in code.states]
@@ -207,9 +213,10 @@ class SharedGraph:
         clear_stale(current, naming(session.optimizer))
         for _, residual in current:  # who was lent one was to write it before this step
             residual.lent = ()
-        changed = session.config.changed
-        bits = STORE.bits_for(current, [c for _, c in self.carried]) if changed else ()
-        gathered = Gathered(current, [], bits=bits)
+        count, changed = self.count_written, session.config.changed
+        current, read = current[:count], current[count:]
+        bits = STORE.bits_for(current, [c for _, c in self.carried[:count]]) if changed else ()
+        gathered = Gathered(current, [], read, bits)
         current_residuals([gathered])
         floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]
         of_all = session.shared_numbers()
@@ -217,11 +224,12 @@ class SharedGraph:
         high = [floats[x] if isinstance(x, int) else full[x.param][x.at] for x in self.inputs]
         observed = Observed(tuple(floats), gathered, [*high, *gathered.inputs])
         params = [member.whole for member, _ in used]
-        contents = contents_of(optimizer, params, current, self.numbers, of_all)
+        contents = contents_of(optimizer, params, current, self.numbers, of_all, read)
         seeds = Seeds(session.config.seed, self.seeded) if self.seeded else None
         runs = ByKernels(self.direct, seeds, observed, contents, list(map(id, floats)))
         logs.LOG.info("%s: done by what was compiled before", session.subject)
-        return RepeatedStep(runs, self.numbers, [r for _, r in current], steps)
+        gradients = ReadGradients(read, contents.given[: len(params)])
+        return RepeatedStep(runs, self.numbers, [r for _, r in current], gradients, steps)
 
     def _current(self, rows: Sequence[Sequence[Any]]) -> list[tuple[Tensor, Residual]] | None:
         """Return the states that have residuals, with these, if they are those that it is to have.
@@ -238,8 +246,7 @@ class SharedGraph:
             for c in r.components
         ]
         whole = len(current) == len(tensors) and all(strides) and fit(current)
-        kinds = [self.plans[c.index].storage for _, c in self.carried]
-        whole = whole and [r.storage for _, r in current] == kinds
+        whole = whole and [r.storage for _, r in current] == self.storages
         others = STORE.of([rows[place.param][place.at] for place in (*self.plain, *self.high)])
         return current if whole and not any(others) else None
 

@@ -57,8 +57,8 @@ class StandInSteps:
         self.backoff = Backoff(session, _BOUND, never="repeat" in session.config.without)
         self.graphs: list[SharedGraph] = []
         """Graphs that were compiled for this one, the latest last, and others may use."""
-        self.residuals: tuple[int, Hashable] = (-1, None)
-        """Generation of the store, with the residuals that there were in it."""
+        self.residuals: tuple[tuple[int, int], Hashable] = (-1, -1), None
+        """`STORE.counts`, with the residuals that there were then."""
         if self.tries:
             register(optimizer(), session)
         self.signature: Any = inspect.signature(type(optimizer()).step) if self.tries else None
@@ -195,8 +195,8 @@ class StandInSteps:
         noted = Noted()
         keeps = shares(self.session) and not isinstance(stand_ins, SharedStandIns)
         looks = looked_at(noted) if repeats or keeps else nullcontext()
-        if keeps and (before is None or self.residuals[0] != STORE.generation):
-            self.residuals = STORE.generation, residuals_of(members_of(optimizer))
+        if keeps and (before is None or self.residuals[0] != STORE.counts):
+            self.residuals = STORE.counts, residuals_of(members_of(optimizer))
         try:
             with looks, stand_ins.few.of(optimizer), torch.no_grad():
                 stand_ins.step()

@@ -167,7 +167,7 @@ static int fit(const Snapshot* s, const std::vector<PyObject*>& given) {
   return alike;
 }
 
-static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
+static int same_gradients(const Snapshot* s, PyObject* more, std::vector<PyObject*>& grads) {
   const Py_ssize_t size = PyTuple_GET_SIZE(s->params);
   for (Py_ssize_t k = 0; k < size; ++k) {
     PyObject* found = get(s->grad, PyTuple_GET_ITEM(s->params, k));
@@ -181,15 +181,19 @@ static int same_gradients(const Snapshot* s, std::vector<PyObject*>& grads) {
     grads.back() = shard;
     Py_DECREF(found);
   }
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(more); ++k) {
+    Py_INCREF(PyTuple_GET_ITEM(more, k));
+    grads.push_back(PyTuple_GET_ITEM(more, k));
+  }
   return fit(s, grads);
 }
 
-extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* kept) {
+extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* more, PyObject* kept) {
   const bool alike = same_dict(s, attributes, s->attributes) && same_containers(s) &&
                      same_shards(s) && same_tensors(s) && no_gradients(s);
   if (!alike) return PyErr_Occurred() ? -1 : 0;
   std::vector<PyObject*> grads;
-  int answer = same_gradients(s, grads);
+  int answer = same_gradients(s, more, grads);
   for (PyObject* one : grads) {
     if (answer > 0 && PyList_Append(kept, one) < 0) answer = -1;
     Py_DECREF(one);
@@ -290,8 +294,8 @@ class Contents:
     """Lists and dicts, each with its items: of a dict key, value, key, value. Floats are compared
     by value, all else by identity, and `NUMBER` and `ANYTHING` stand for others."""
     params: Sequence[Tensor] = ()
-    """Tensors whose gradients are the given ones: those of DTensors in their layout, and their
-    shards."""
+    """Tensors whose gradients are the first of the given ones: those of DTensors in their layout,
+    and their shards."""
     sharded: Sequence[Tensor] = ()
     """DTensors that have the same shards; these are among the guarded tensors."""
     without: Sequence[Tensor] = ()
@@ -378,16 +382,16 @@ class TensorSnapshot:
         self._at, self._start = ctypes.byref(self._kept), _pointer(self.addresses)
         self._library = _library()
 
-    def unchanged(self, attributes: dict[str, Any]) -> list[Tensor]:
-        """Return the gradients, whose addresses `addresses` has then, if all is as it was.
+    def unchanged(self, attributes: dict[str, Any], more: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the given tensors, whose addresses `addresses` has then, if all is as it was.
 
-        Of DTensors these are the shards. They are to be kept until nothing uses the addresses any
-        more: another thread, or a hook, may take them from their parameters. An empty list if
-        something has changed.
+        These are the gradients, of DTensors the shards, and `more`. They are to be kept until
+        nothing uses the addresses any more: another thread, or a hook, may take gradients from
+        their parameters. An empty list if something has changed.
         """
-        grads: list[Tensor] = []
-        found = ctypes.py_object(attributes), ctypes.py_object(grads)
-        return grads if self._library.unchanged(self._at, *found) else []
+        given: list[Tensor] = []
+        found = ctypes.py_object(attributes), ctypes.py_object(tuple(more)), ctypes.py_object(given)
+        return given if self._library.unchanged(self._at, *found) else []
 
     def holds(self, args: tuple[Any, ...]) -> bool:
         """Return True if the arguments of a call are as they were; `addresses` has theirs then."""

@@ -19,6 +19,7 @@ from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
 from collage_fx.runtime.residuals.residual import (
     Expected,
     Residual,
+    Sums,
     clear_stale,
     next_draw,
     warn_of_cleared,
@@ -55,6 +56,14 @@ class ResidualStore:
         self.generation = 0
         """Number of changes: a tensor was given a residual, or other components, or what `get` says
         changed in another way: who remembers answers of the store asks anew then."""
+        self.gradients = 0
+        """Number of times that a gradient was given a residual: gradients are new tensors in each
+        step, and what is known of states holds on."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """A value that changes with `generation` and with `gradients`."""
+        return self.generation, self.gradients
 
     def hand_on(self, before: Tensor | None, tensor: Tensor, residual: Residual) -> bool:
         """Give a tensor the residual of one in whose place it is, if that may be of its value.
@@ -216,21 +225,31 @@ class ResidualStore:
             self._coarser = before
 
     def adopt(
-        self, tensor: Tensor, lows: tuple[Tensor, ...] | None, storage: str, name: StateName
+        self,
+        tensor: Tensor,
+        lows: tuple[Tensor, ...] | None,
+        storage: str,
+        name: StateName,
+        sums: Sums | None = None,
     ) -> Residual:
         """Make lows, or zeros, the residual of tensor, themselves and not copies.
 
-        Lows are in the storage that their dtypes say; zeros are made for this one.
+        Lows are in the storage that their dtypes say; zeros are made for this one. `sums` are those
+        that tensor is one of, if it is a gradient.
         """
         storage = storage if lows is None else storage_of(tensor, lows, str(name))
-        old, residual = self._residuals.get(id(tensor)), Residual(tensor, storage, name)
+        old = self._residuals.get(id(tensor))
+        residual = Residual(tensor, storage, name, sums=sums)
         self._keep(tensor, residual)
         if old is not None:
             residual.draws, residual.provisional = old[1].draws, old[1].provisional
             residual.changes = old[1].changes
             if residual.changes is not None and not old[1].belongs(tensor):
                 residual.changes.written(tensor)
-        self.generation += 1
+        if sums is None:
+            self.generation += 1
+        else:
+            self.gradients += 1
         if lows is not None:
             residual.components = lows
         return residual

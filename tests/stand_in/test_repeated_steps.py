@@ -72,8 +72,8 @@ def test_steps_that_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch, kind:
 
     own, last = TensorSnapshot.unchanged, [torch.zeros(())]
 
-    def blind(self: TensorSnapshot, attributes: dict[str, Any]) -> list[Tensor]:
-        last[:] = own(self, attributes) or last
+    def blind(self: TensorSnapshot, *compared: Any) -> list[Tensor]:
+        last[:] = own(self, *compared) or last
         return last
 
     with without_compiler():
@@ -180,8 +180,8 @@ def test_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing were compared, a residual would be added to a value that it does not belong to."""
     own = TensorSnapshot.unchanged
 
-    def blind(self: TensorSnapshot, attributes: dict[str, Any]) -> list[Tensor]:
-        return own(self, attributes) or [torch.zeros(())]
+    def blind(self: TensorSnapshot, *compared: Any) -> list[Tensor]:
+        return own(self, *compared) or [torch.zeros(())]
 
     monkeypatch.setattr(TensorSnapshot, "unchanged", blind)
     with pytest.raises(AssertionError):

@@ -1,0 +1,59 @@
+"""Residuals of the gradients that a bound graph reads, found anew at each call."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from collage_fx.passes.ir.program import LOW_PRECISION
+from collage_fx.runtime.residuals.residual import Residual, Sums
+from collage_fx.runtime.residuals.store import STORE
+
+Pairs: TypeAlias = list[tuple[Tensor, Residual]]
+
+
+class ReadGradients:
+    """Gradients with residuals, as `accumulate` sums them: other tensors in each step."""
+
+    def __init__(self, read: Pairs, given: Sequence[Tensor]) -> None:
+        """Note which of the tensors of a call are such gradients, and which have no residual.
+
+        Args:
+            read: the gradients with their residuals.
+            given: the tensors that may be others in each call.
+        """
+        at = dict(zip(map(id, given), range(len(given)), strict=True))
+        self.read = [(at[id(t)], r.storage, r.name) for t, r in read]
+        """The positions of these gradients, with the storages and the names of their residuals."""
+        others = {*at.values()}.difference(k for k, *_ in self.read)
+        self.plain = [k for k in others if given[k].dtype in LOW_PRECISION]
+        """The positions of tensors that have no residual."""
+
+    @property
+    def may_be(self) -> bool:
+        """True if any gradient may have a residual."""
+        return bool(self.read or STORE.gradients)
+
+    def find(self, given: Sequence[Tensor]) -> Pairs | None:
+        """Return the gradients of a call with their residuals; None if these are other ones.
+
+        Their layouts are not looked at.
+        """
+        if not self.may_be:
+            return []
+        if any(STORE.of([given[k] for k in self.plain])):
+            return None
+        tensors = [given[k] for k, *_ in self.read]
+        pairs: Pairs = []
+        for (_, storage, name), t, r in zip(self.read, tensors, STORE.of(tensors), strict=True):
+            if r is None:  # of one backward pass only
+                r = STORE.adopt(t, None, storage, name, Sums())
+            if r.storage != storage or r.expected is not None or not r.belongs(t):
+                return None
+            pairs.append((t, r))
+        return pairs
+
+
+def components_of(pairs: Pairs) -> list[Tensor]:
+    """Return the components of residuals, one after another."""
+    return [c for _, r in pairs for c in r.components]
