@@ -4,8 +4,9 @@ Dynamo guards what a step of arbitrary Python may read. Behind its guards the ar
 graph, and the tensors that are attributes of it, are all that a call depends on.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from collage_fx.binding.read_gradients import Pairs, ReadGradients, components_o
 from collage_fx.compilation.layout_guards import guards_of, is_plain
 from collage_fx.compilation.residual_binding import Gathered
 from collage_fx.compilation.side_inputs import Code, Observed
+from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
 from collage_fx.runtime.residuals.residual import Residual, keep_versions, memory_of
 from collage_fx.runtime.residuals.store import STORE
 
 
 class BoundGraph:
-    """A compiled graph, for calls with the states that one call had, and with any gradients."""
+    """A compiled graph, for calls with the states that one call had, and with any gradients.
+
+    It keeps none of these tensors alive: the arguments of a function may be of no use to others.
+    """
 
     def __init__(
         self,
@@ -48,26 +53,32 @@ class BoundGraph:
         """
         self.graph, self.code, self.generation = graph, code, STORE.generation
         known = [call.residuals for call in code.begin(args)]  # of each part, in their order
-        self.written = code.written(args)
-        """The states of 16 bits that it writes, with the verdicts."""
-        fixed = [*attributes, *counted_up, *(t for t, _ in self.written)]
-        fixed += [t for find, _ in code.reads if (t := find(args)) is not None]
+        written = code.written(args)
+        self._written = [(weakref.ref(t), plan) for t, plan in written]
+        fixed = [*attributes, *counted_up, *(t for t, _ in written)]
+        reads, places = [find(args) for find, _ in code.reads], {*map(id, args)}
+        fixed += [t for t in reads if t is not None and id(t) not in places]
         read = [pair for one in known for pair in one.read]
         taken = {*map(id, fixed)}
-        self.read = [(t, r) for t, r in read if not r.of_gradient or id(t) in taken]
-        """The states that it only reads, which others write between its calls."""
+        states = [t for t, r in read if not r.of_gradient or id(t) in taken]
         gradients = [(t, r) for t, r in read if r.of_gradient and id(t) not in taken]
-        fixed += [t for t, _ in self.read]
+        fixed += states
         contents, residuals = _contents(args, known, fixed, components_of(gradients))
         self.given = [i for i in contents.given_arguments if i < len(args)]
-        self.gradients = ReadGradients(gradients, contents.given[: len(self.given)])
+        given = contents.given[: len(self.given)]
+        looks = bool(code.reads or code.high)
+        self.gradients = ReadGradients(gradients, given, looks=looks)
+        at = {id(t): k for k, t in enumerate(contents.guarded)}
+        self.read = [at[id(t)] for t in states]
+        """Positions in the snapshot of what it only reads, and others write between its calls."""
         self.runs: _Kernels | Calls
         try:
             if code.parts:
                 raise Unrepeatable("it is compiled in parts")
-            self.runs = _Kernels(code, observed[0], contents, counted_up)
+            changed = [at[id(t)] for t in counted_up]
+            self.runs = _Kernels(code, observed[0], contents, changed)
         except Unrepeatable:
-            self.runs = Calls(code, known, contents, gradients)
+            self.runs = Calls(code, known, contents, gradients, keeps=False)
         self.snapshot = self.runs.snapshot
         keep_versions(residuals, self.snapshot.versions)
 
@@ -76,18 +87,31 @@ class BoundGraph:
         if self.generation != STORE.generation:
             return None
         found = self.gradients.find([args[i] for i in self.given])
-        if found is None or not self.snapshot.holds((*args, *components_of(found))):
+        if found is None:
             return None
-        if not all([r.expected is None and r.belongs(t) for t, r in self.read]):
-            return None
-        return self.runs.run(args, found)
+        try:
+            holds = self.snapshot.holds((*args, *components_of(found))) and self._belong()
+            return self.runs.run(args, found) if holds else None
+        finally:
+            self.snapshot.let_go()
+
+    @property
+    def written(self) -> list[tuple[Tensor, StatePlan]]:
+        """The states of 16 bits that it writes, with the verdicts."""
+        return [(t, plan) for find, plan in self._written if (t := find()) is not None]
+
+    def _belong(self) -> bool:
+        """Return True if the residuals of the states that it only reads are of their values."""
+        states = [self.snapshot.tensors[k] for k in self.read]
+        pairs = zip(states, STORE.of(states), strict=True)
+        return all([r is not None and r.expected is None and r.belongs(t) for t, r in pairs])
 
 
 class _Kernels:
     """A graph that is done by its kernels and what Inductor has compiled for these."""
 
     def __init__(
-        self, code: Code, observed: Observed, contents: Contents, counted_up: Sequence[Tensor]
+        self, code: Code, observed: Observed, contents: Contents, counted_up: Sequence[int]
     ) -> None:
         args, side = observed.args, code.side
         self.members = side.members if side is not None else None
@@ -97,7 +121,8 @@ class _Kernels:
         self.given, self.counted_up = contents.given_arguments, counted_up
         values = [args[i] for i in self.values]
         self.kinds = list(map(_kind, values))
-        self.bound = BoundKernels(code.direct, code.new_seeds(), observed, contents, values)
+        seeds, direct = code.new_seeds(), code.direct
+        self.bound = BoundKernels(direct, seeds, observed, contents, values, keeps=False)
         self.snapshot = self.bound.snapshot
 
     def run(self, args: tuple[Any, ...], gradients: Pairs) -> tuple[Any, ...] | None:
@@ -105,7 +130,11 @@ class _Kernels:
         if not self.bound.fit() or list(map(_kind, values)) != self.kinds:
             return None
         every = (*args, *components_of(gradients))
-        results = self.bound.run([every[i] for i in self.given], values, self.counted_up)
+        given, written = (
+            [every[i] for i in self.given],
+            [self.snapshot.tensors[k] for k in self.counted_up],
+        )
+        results = self.bound.run(given, values, written)
         return tuple(results) if self.members is None else self.members.results(results, args)
 
 
@@ -123,7 +152,13 @@ class Calls:
     """A graph that is called as in full, with the residuals of an earlier call."""
 
     def __init__(
-        self, code: Code, known: Sequence[Gathered], contents: Contents, gradients: Pairs
+        self,
+        code: Code,
+        known: Sequence[Gathered],
+        contents: Contents,
+        gradients: Pairs,
+        *,
+        keeps: bool = True,
     ) -> None:
         """Take up the residuals of an earlier call.
 
@@ -132,23 +167,31 @@ class Calls:
             known: the residuals of each part of it, as `code.begin` finds them.
             contents: what has to be as it was.
             gradients: those of them that are found anew at each call, see `ReadGradients`.
+            keeps: whether the tensors are kept alive.
         """
-        self.code, self.snapshot = code, TensorSnapshot(contents)
-        self.known = [
-            _Known(one.current, [], one.read, one.bits, note=settling(self.snapshot, one))
+        self.code, self.snapshot = code, TensorSnapshot(contents, keeps=keeps)
+        tensors = [*contents.guarded, *[t for t, _ in gradients]]
+        at = {id(t): k for k, t in enumerate(tensors)}
+        self.parts = [
+            (
+                [at[id(t)] for t, _ in one.current],
+                [at[id(t)] for t, _ in one.read],
+                one.bits,
+                settling(self.snapshot, one),
+            )
             for one in known
         ]
-        at = {id(t): k for k, (t, _) in enumerate(gradients)}
-        self.read = [[at.get(id(t), pair) for pair in one.read for t in pair[:1]] for one in known]
-        """For each part what it reads: which of the gradients, or a state with its residual."""
-        for one in self.known:
-            one.read = ()  # they would keep the gradients alive
+        """For each part what it writes, what it reads, as positions in the snapshot and behind that
+        among the gradients, bits of changes, and the function that settles residuals."""
+        self.count = len(contents.guarded)
 
     def run(self, args: tuple[Any, ...], gradients: Pairs) -> Any:
         """Call the graph, for gradients with these residuals; return its results."""
+        tensors = self.snapshot.tensors[: self.count]
+        pairs: list[Any] = [*zip(tensors, STORE.of(tensors), strict=True), *gradients]
         known = [
-            replace(one, read=[gradients[x] if isinstance(x, int) else x for x in read])
-            for one, read in zip(self.known, self.read, strict=True)
+            _Known([pairs[k] for k in current], [], [pairs[k] for k in read], bits, note=note)
+            for current, read, bits, note in self.parts
         ]
         return self.code.call(args, self.code.begin(args, known))
 

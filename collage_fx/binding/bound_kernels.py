@@ -6,6 +6,7 @@ the last call (`TensorSnapshot`), and fills the tables from which kernels take a
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.kernels.tensor_snapshot import Contents, TensorSnapshot
 from collage_fx.runtime.residuals.checks import note
 from collage_fx.runtime.residuals.residual import Residual, next_draw
+from collage_fx.runtime.residuals.store import STORE
 
 _NOWHERE = -1
 
@@ -36,6 +38,8 @@ class BoundKernels:
         observed: Observed,
         contents: Contents,
         values: Sequence[Any],
+        *,
+        keeps: bool = True,
     ) -> None:
         """Bind the kernels to what a call has given them.
 
@@ -45,17 +49,17 @@ class BoundKernels:
             observed: what a call has given to its kernels.
             contents: what has to be as it was; memory of the kernels' own is added.
             values: inputs of the graph that are other numbers in each call, here or on a device.
+            keeps: whether the tensors are kept alive.
 
         Raises Unrepeatable.
         """
         self.direct, self.seeds = _repeatable(direct), seeds
-        self.residuals = [residual for _, residual in observed.residuals.current]
-        memory = self.direct.allocate()
+        self.memory = memory = self.direct.allocate()
         contents = dataclasses.replace(contents, others=[*contents.others, *memory])
-        self.known = [*contents.guarded, *contents.others]
-        self.first = len(self.known) + len(contents.given)
+        known = [*contents.guarded, *contents.others]
+        self.first = len(known) + len(contents.given)
         """The place of the first address that each call has to be given."""
-        places = self._places(observed.inputs, [*self.known, *contents.given, *values], memory)
+        places = self._places(observed.inputs, [*known, *contents.given, *values], memory)
         self.rest = [(i, places[i]) for i in self.direct.inputs]
         """The inputs of what Inductor has compiled, and which of all tensors and values each is."""
         calls = self.direct.calls
@@ -64,7 +68,7 @@ class BoundKernels:
         """The addresses from `first` on that kernels take."""
         slots = {place: self.first + k for k, place in enumerate(self.taken)}
         zero = self.first + len(self.taken)  # of one more, which nobody sets
-        self.snapshot = TensorSnapshot(contents, len(self.taken) + 1)
+        self.snapshot = TensorSnapshot(contents, len(self.taken) + 1, keeps=keeps)
         ends = (*self.direct.constants, *(n.meta["val"] for n in self.direct.made))
         tensors = [*observed.inputs, *(None for _ in self._devices), *memory, *ends]
         unchecked = {id(t): r.checks for t, r in observed.residuals.current if r.checks}
@@ -100,6 +104,9 @@ class BoundKernels:
         """The devices on which the kernels take a seed."""
         return [t.device for t in self.seeds.tensors] if self.seeds is not None else ()
 
+    def _next_draw(self) -> int:
+        return next_draw(r for r in STORE.of(self.snapshot.written) if r is not None)
+
     def fit(self) -> bool:
         """Return True if the kernels can be called for the addresses of now."""
         return self.launches.fit(self.snapshot)
@@ -115,9 +122,9 @@ class BoundKernels:
             written: tensors whose versions are counted up.
         """
         direct, made = self.direct, list[Any]()
-        seeds = self.seeds.draw(next_draw(self.residuals)) if self.seeds is not None else []
+        seeds = self.seeds.draw(self._next_draw()) if self.seeds is not None else []
         if direct.compiled is not None:
-            every = (*self.known, *given, *values)
+            every = (*self.snapshot.tensors, *given, *values)
             made = direct.make({i: every[k] for i, k in self.rest})
         fresh = (*values, *seeds, *made)
         self.launches.run(self.snapshot, self.first, [fresh[k - self.first] for k in self.taken])
@@ -137,7 +144,7 @@ def settling(
         known: the residuals.
         unchecked: the ids of tensors whose checks no kernel notes; None for all.
     """
-    kept = [(t, r) for t, r in known.current if r.kept is not None]
+    kept = [weakref.ref(t) for t, r in known.current if r.kept is not None]
     noted = [
         (r.address, r.checks)
         for t, r in known.current
@@ -148,8 +155,9 @@ def settling(
         snapshot.settle()
         if noted:
             note(noted)
-        for tensor, residual in kept:
-            residual.keep(tensor)
+        for find in kept:
+            if (tensor := find()) is not None and (residual := STORE.get(tensor)) is not None:
+                residual.keep(tensor)
 
     return settle
 

@@ -15,12 +15,13 @@ Pairs: TypeAlias = list[tuple[Tensor, Residual]]
 class ReadGradients:
     """Gradients with residuals, as `accumulate` sums them: other tensors in each step."""
 
-    def __init__(self, read: Pairs, given: Sequence[Tensor]) -> None:
+    def __init__(self, read: Pairs, given: Sequence[Tensor], *, looks: bool = False) -> None:
         """Note which of the tensors of a call are such gradients, and which have no residual.
 
         Args:
             read: the gradients with their residuals.
             given: the tensors that may be others in each call.
+            looks: whether others than gradients may have a residual among them.
         """
         at = dict(zip(map(id, given), range(len(given)), strict=True))
         self.read = [(at[id(t)], r.storage, r.name) for t, r in read]
@@ -29,10 +30,12 @@ class ReadGradients:
         self.plain = [k for k in others if given[k].dtype in LOW_PRECISION]
         """The positions of tensors that have no residual."""
 
+        self.looks = looks or bool(read)
+
     @property
     def may_be(self) -> bool:
-        """True if any gradient may have a residual."""
-        return bool(self.read or STORE.gradients)
+        """True if any of these tensors may have a residual."""
+        return self.looks or bool(STORE.gradients)
 
     def find(self, given: Sequence[Tensor]) -> Pairs | None:
         """Return the gradients of a call with their residuals; None if these are other ones.

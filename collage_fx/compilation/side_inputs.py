@@ -397,12 +397,11 @@ class Code:
         """Return True if a state of a call has a residual that the graph would need or drop, or in
         another storage than the graph has it in."""
         kept_otherwise = any(side.residuals.keeps_otherwise(args) for side in self._sides())
-        missed = kept_otherwise or self.drops_residual(args) or self.reads_residual(args)
-        return bool(missed) or self.meets_residual(args)
+        return bool(kept_otherwise or self.drops_residual(args)) or self.meets_residual(args)
 
     def meets_residual(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a tensor that it reads has got a residual since it was compiled."""
-        return any(STORE.of(_found(self.high, args)))
+        """Return True if a tensor of which it reads the high word only has a residual."""
+        return any(STORE.of(_found(self.high, args))) or bool(self.reads_residual(args))
 
     def reads_residual(self, args: tuple[Any, ...]) -> list[str]:
         """Return the names of states that it reads with a low word that the graph would need."""

@@ -36,6 +36,7 @@ from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.dedup.denominator import one_denominator
 from collage_fx.passes.dedup.repeated_tensors import divide_repeated
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
+from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.passes.ir.verdict import VerdictKind
 from collage_fx.record.mode import Cause
 from collage_fx.record.steps import Steps
@@ -288,6 +289,7 @@ class _Step:
         if steps is not None and ends and VerdictKind.GRADIENT in kinds:
             steps.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
         never = not is_step or steps is None or "repeat" in session.config.without
+        never |= optimizer is None and any(map(_may_be_state, _made(gm)))
         self.backoff = Backoff(session, _BOUND, never=never)
 
     def _compile(
@@ -405,7 +407,7 @@ class _Step:
 
     def _run(self, steps: Steps, args: tuple[Any, ...]) -> Any:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
-        binds = self.backoff.is_due() and steps.recorder.asleep and not self.symbols.assumed
+        binds = steps.done_by_graph and self.backoff.is_due() and not self.symbols.assumed
         if not binds or is_looked_at() or left_out.is_open():
             return steps.run_graph(self.code, args)
         attributes = [t for find in self.static[1] if (t := find()) is not None]
@@ -484,8 +486,11 @@ class _Step:
             self.waits -= 1
             if not self.waits:
                 self.code = self._again(gm, args, "now that it has run before")
-        if fits and STORE.counts != self.checked and self.code.misses_residual(args):
-            # Another graph, or a segment, has since given a residual to a state of this graph.
+        known = STORE.counts == self.checked
+        misses = self.code.meets_residual if known else self.code.misses_residual
+        if fits and misses(args):
+            # Another graph, or a segment, has since given a residual to a state of this graph, or
+            # it is given a tensor that has one where others had none.
             self.code = self._again(gm, args, "again, as a state of it has a residual now")
             self.code.refused |= self.code.misses_residual(args)
         if self.error is not None:
@@ -545,6 +550,10 @@ def _made(gm: GraphModule) -> list[Tensor]:
     given = {storage_key(t) for t in _tensors(gm.graph.find_nodes(op="placeholder"))}
     results = _tensors(gm.graph.output_node().all_input_nodes)
     return [t for t in results if storage_key(t) not in given]
+
+
+def _may_be_state(made: Tensor) -> bool:
+    return made.dtype in LOW_PRECISION and made.dim() > 0
 
 
 def _is_broken_off(gm: GraphModule) -> bool:

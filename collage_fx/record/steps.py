@@ -140,6 +140,16 @@ class Steps:
         return self.mode is Mode.COMPILED and not self.interpreted
 
     @property
+    def done_by_graph(self) -> bool:
+        """True if nothing but a Dynamo graph has done anything in this step, as in the last one."""
+        return self.quiet if not self.switches else self.recorder.asleep
+
+    @property
+    def was_repeated(self) -> bool:
+        """True if the bound graph has done all of the last step."""
+        return self.unseen and self.again
+
+    @property
     def plain(self) -> bool:
         """True if the step has no state of a dtype with low words."""
         return self.words.plain
@@ -285,7 +295,7 @@ class Steps:
         self.steps += 1
         self.history.taken += 1
         self.service.by_graph.clear()
-        if self.quiet and self.traces and self.states.are_present():
+        if self.switches and self.quiet and self.traces and self.states.are_present():
             self.recorder.asleep = True
             self.service.begin_again(self.states.alive())
         else:
@@ -498,7 +508,7 @@ class Steps:
 
     def _end(self, *, failed: bool) -> None:
         """Take up the states that the step has made or replaced, and note what served each."""
-        if self.unseen and self.again:
+        if self.was_repeated:
             self.recorder.asleep = False
             return self.repeated()
         self.look()
@@ -522,8 +532,6 @@ class Steps:
         self.updates += updates
         if updates and (self.updates == TRIED or not self.states):
             self.service.say_what_is_not_compensated()
-        if type(self.discovery) is FunctionStates:
-            self.quiet = False  # the next call may be given others
 
     def _updates(self) -> bool:
         """Return True if a step had something to update: an optimizer may have no gradients yet."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 from torch.compiler import disable
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx.changes.noted import NotedChanges, begin_noting
@@ -235,10 +236,9 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
     if session.scales or session.config.zero_grads:
         name = "clip_grad_norm" if session.scales else "zero_grads"
         raise OptionError(f"{name} is for the gradients of an optimizer, not calls of functions")
-    arguments: list[Owned] = []
     put: list[weakref.ref[Tensor]] = []
-    names = _argument_names(function)
-    states, subject = FunctionStates(lambda: arguments), name_of(function)
+    arguments, subject = _Arguments(function), name_of(function)
+    states = FunctionStates(arguments.tensors)
     steps = Steps(session, states, subject)
     run = TracedCall(function, session, steps)
 
@@ -247,18 +247,44 @@ def compile_function(function: Callable[..., Any], session: Backend) -> Callable
         if nested_compile.within_step():
             session.notes.add(_PART)
             return function(*args, **kwargs)
-        arguments[:] = [*argument_tensors(names, args, kwargs), *tensors_of_callable(function)]
+        arguments.begin(args, kwargs)
         old = {id(x) for x in (r() for r in put) if x is not None}
-        if again := [o.name for o in arguments if id(o.tensor) in old]:
+        given = arguments.tensors() if old else []
+        if again := [o.name for o in given if id(o.tensor) in old]:
             steps.warn("put-in-place", put_in_place(again))
         try:
             return run(*args, **kwargs)
         finally:
-            put[:] = map(weakref.ref, _put_in((args, kwargs), arguments))
-            arguments.clear()
+            new = () if steps.was_repeated else _put_in((args, kwargs), arguments.tensors())
+            put[:] = map(weakref.ref, new)
+            arguments.end()
 
     call._report = functools.partial(_report, steps, session)  # type: ignore[attr-defined]
     return call
+
+
+class _Arguments:
+    """The tensors among the arguments of a function, and among the values that it refers to."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.names = function, _argument_names(function)
+        self.given: tuple[Any, ...] = (), {}
+        self.found: list[Owned] | None = []
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call with these arguments; a repeated one does not look for tensors."""
+        self.given, self.found = (args, kwargs), None
+
+    def tensors(self) -> list[Owned]:
+        """Return the tensors as they were when they were first asked for in this call."""
+        if self.found is None:
+            given = argument_tensors(self.names, *self.given)
+            self.found = [*given, *tensors_of_callable(self.function)]
+        return self.found
+
+    def end(self) -> None:
+        """Let go of the tensors."""
+        self.given, self.found = ((), {}), []
 
 
 def _put_in(given: Any, before: list[Owned]) -> Iterator[Tensor]:
@@ -339,9 +365,9 @@ class TracedCall:
             ):
                 args, kwargs = replace_functions((args, kwargs), self.is_closure, self._excepted)
                 result = self._traced(args, kwargs) if by_dynamo else self.plain(*args, **kwargs)
-                if self.few is None:
+                if self.few is None and not steps.was_repeated:
                     steps.see_results(result)
-            if self.few is None:
+            if self.few is None and not steps.was_repeated:
                 steps.see_written()
             return result
 
@@ -385,7 +411,12 @@ class TracedCall:
 
 def _is_function(argument: Any) -> bool:
     """Return True if an argument is a function, and no model or other object that can be called."""
+    if type(argument) in _NO_FUNCTION:  # as thousands are, and the rest takes microseconds
+        return False
     return inspect.isroutine(argument) or isinstance(argument, functools.partial)
+
+
+_NO_FUNCTION = frozenset({Tensor, Parameter, float, int, bool, str, type(None)})
 
 
 def _alive(reference: Callable[[], Optimizer | None]) -> Optimizer:

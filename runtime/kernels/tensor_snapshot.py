@@ -8,6 +8,7 @@ Python and no PyTorch header, which would take the C++ compiler a quarter of a m
 import ctypes
 import functools
 import types
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -322,14 +323,16 @@ def _pointer(numbers: "array[int]") -> ctypes.c_void_p:
 
 
 class TensorSnapshot:
-    """Snapshot of tensors and containers. It keeps them alive, but for the given ones."""
+    """Snapshot of tensors and containers."""
 
-    def __init__(self, contents: Contents, more: int = 0) -> None:
+    def __init__(self, contents: Contents, more: int = 0, *, keeps: bool = True) -> None:
         """Take the snapshot, all versions as they are.
 
         Args:
             contents: what is compared.
             more: how many addresses of other tensors the caller will put at the end of `addresses`.
+            keeps: whether the tensors that are compared are kept alive; if not, they are there from
+                a comparison with arguments that holds until `let_go`.
 
         Raises RuntimeError and what compiling raises if this PyTorch, or this machine, cannot.
         """
@@ -337,9 +340,9 @@ class TensorSnapshot:
         version, grad = base["_version"], base["grad"]
         if not isinstance(version, _ATTRIBUTE) or not isinstance(grad, _ATTRIBUTE):
             raise RuntimeError("attributes of tensors are not what they are compiled for")
-        self.tensors = (*contents.guarded, *contents.others)
+        self.tensors: tuple[Tensor, ...] = (*contents.guarded, *contents.others)
         self.params = tuple(contents.params)
-        self.written = tuple(contents.written)
+        self.written: tuple[Tensor, ...] = tuple(contents.written)
         grads = [p.grad for p in self.params if p.grad is not None]
         present = [t.data_ptr() for t in (*self.tensors, *contents.given)]
         self.addresses = array("q", [*present, *[0] * more])
@@ -381,6 +384,31 @@ class TensorSnapshot:
         )
         self._at, self._start = ctypes.byref(self._kept), _pointer(self.addresses)
         self._library = _library()
+        self._references: list[weakref.ref[Tensor]] | None = None
+        if not keeps:
+            self._references = list(map(weakref.ref, self.tensors))
+            at = {id(t): k for k, t in enumerate(self.tensors)}
+            self._places = [at[id(t)] for t in self.written]
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Keep no tensor alive until the next comparison, unless all are kept for good."""
+        if self._references is not None:
+            self._take(())
+
+    def _take(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = self._kept.tensors = tensors
+        self.written = tuple([tensors[k] for k in self._places]) if tensors else ()
+        self._kept.written = self.written
+
+    def _are_there(self) -> bool:
+        """Return True if no tensor has gone; `tensors` has them then."""
+        if self._references is not None:
+            found = [find() for find in self._references]
+            if any([t is None for t in found]):
+                return False
+            self._take(tuple(found))  # type: ignore[arg-type]
+        return True
 
     def unchanged(self, attributes: dict[str, Any], more: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the given tensors, whose addresses `addresses` has then, if all is as it was.
@@ -395,7 +423,7 @@ class TensorSnapshot:
 
     def holds(self, args: tuple[Any, ...]) -> bool:
         """Return True if the arguments of a call are as they were; `addresses` has theirs then."""
-        return bool(self._library.holds(self._at, ctypes.py_object(args)))
+        return self._are_there() and bool(self._library.holds(self._at, ctypes.py_object(args)))
 
     def gather(self, found: "Addresses", table: int) -> None:
         """Write addresses to the memory at an address."""

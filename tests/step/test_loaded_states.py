@@ -98,12 +98,15 @@ def calls_in(do: Callable[[], Any]) -> int:
     return calls
 
 
-@pytest.mark.parametrize(("fused", "most"), [(False, 530), (True, 610)])
-@pytest.mark.quick("True-610")
+@pytest.mark.parametrize(("fused", "most"), [(False, 500), (True, 560)])
+@pytest.mark.quick("True-560")
 def test_the_step_after_a_load(
     fused: bool, most: int, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters, states and residuals are looked at once, and bound to what was compiled."""
+    """Parameters, states and residuals are looked at once, and bound to what was compiled.
+
+    After a first load the guards of the states before are let go of, too.
+    """
     # Those of functions are found by memory, and other tests may have left some.
     monkeypatch.setattr(STORE, "_of_memory", {})
     optimizer = adamw(sizes=[(8, 8)] * 10, fused=fused)
@@ -111,9 +114,9 @@ def test_the_step_after_a_load(
     quiet = calls_in(optimizer.step)
     assert quiet < 80
     graphs.clear()
-    for _ in range(2):
+    for more in (70, 0):
         load(optimizer)
-        assert calls_in(optimizer.step) <= most
+        assert calls_in(optimizer.step) <= most + more
         assert calls_in(optimizer.step) == quiet
     assert not graphs
     # The control: a step is done in full where that cannot be.

@@ -158,7 +158,7 @@ CHANGES: dict[str, Callable[[Optimizer], Any]] = {
     "no gradient": lambda o: setattr(params_of(o)[4], "grad", None),
     "transposed gradient": give_transposed,
     "state": replace_state,
-    "state lost": lambda o: o.state.pop(params_of(o)[6]),
+    "state lost": lambda o: o.state.pop(params_of(o)[-3]),
     "group": add_group,
     "rate": lambda o: o.param_groups[0].update(lr=3e-3),
     "betas": lambda o: o.param_groups[0].update(betas=(0.8, 0.99)),
