@@ -61,12 +61,18 @@ extern "C" void run(void* kernel, const int64_t* table, const int64_t* sizes, co
   {chunks}
   {parallel} {{
     const int64_t* at = table + member[t] * {arity};
-    const int64_t s = start[t], left = sizes[member[t]] - s, size = left < CHUNK ? left : CHUNK;
-    reinterpret_cast<Kernel>(kernel)({arguments}size);
-    for (int64_t k = 0; k < count; ++k) {{
-      const int64_t column = checked[k], width = widths[column] / 8;
-      check(reinterpret_cast<char*>(at[column] + s * width), size, width,
-            reinterpret_cast<uint64_t*>(checks[member[t] * count + k]) + s / {each});
+    const int64_t left = sizes[member[t]] - start[t];
+    const int64_t end = start[t] + (left < CHUNK ? left : CHUNK);
+    // What is checked is still in the nearest cache.
+    const int64_t step = count ? {each} : CHUNK;
+    for (int64_t s = start[t]; s < end; s += step) {{
+      const int64_t size = end - s < step ? end - s : step;
+      reinterpret_cast<Kernel>(kernel)({arguments}size);
+      for (int64_t k = 0; k < count; ++k) {{
+        const int64_t column = checked[k], width = widths[column] / 8;
+        check(reinterpret_cast<char*>(at[column] + s * width), size, width,
+              reinterpret_cast<uint64_t*>(checks[member[t] * count + k]) + s / {each});
+      }}
     }}
   }}
 }}

@@ -93,7 +93,7 @@ def test_each_place_has_a_key_of_its_own() -> None:
         x = torch.zeros(CHUNK, dtype=torch.int16).view(torch.bfloat16)
         x.view(torch.int16)[place] = 1
         keys.add(int(noted(x).found[0]))
-    assert len(keys) == CHUNK and all(0 < key < 1 << 15 and key % 2 for key in keys)
+    assert len(keys) == CHUNK and all(key % 2 for key in keys)
 
 
 def test_sums_without_keys_would_not_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
