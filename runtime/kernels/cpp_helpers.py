@@ -44,30 +44,36 @@ inline float round_any_bf16(float x) {
 // Of what is a number of bf16.
 inline uint16_t narrow_bf16(float x) { return uint16_t(bits<uint32_t>(x) >> 16); }
 
+// One word or the other, without a branch.
+inline uint32_t chosen(bool first, uint32_t a, uint32_t b) {
+  const uint32_t mask = -uint32_t(first);
+  return (a & mask) | (b & ~mask);
+}
+
 inline float widen_fp16(uint16_t x) {
   const uint32_t sign = (x & 0x8000u) << 16, magnitude = (x & 0x7fffu) << 13;
   const float finite = bits<float>(magnitude) * 0x1p112f;  // exact; also where it is subnormal
-  const uint32_t word = magnitude >= 0x0f800000u ? magnitude + 0x70000000u : bits<uint32_t>(finite);
-  return bits<float>(word | sign);
+  const uint32_t other = magnitude + 0x70000000u;
+  return bits<float>(chosen(magnitude >= 0x0f800000u, other, bits<uint32_t>(finite)) | sign);
 }
 
 inline float round_fp16(float x) {
   const uint32_t u = bits<uint32_t>(x), sign = u & 0x80000000u, magnitude = u ^ sign;
-  const float size = bits<float>(magnitude);
-  const float normal = bits<float>((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu);
-  const float subnormal = (size + 0.5f) - 0.5f;  // a multiple of 2^-24
-  float y = size < 0x1p-14f ? subnormal : normal;
-  y = size >= 65520.0f ? INFINITY : y;
-  return bits<float>(bits<uint32_t>(x == x ? y : NAN) | sign);
+  const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
+  const float subnormal = (bits<float>(magnitude) + 0.5f) - 0.5f;  // a multiple of 2^-24
+  uint32_t y = chosen(magnitude < 0x38800000u, bits<uint32_t>(subnormal), normal);  // 2^-14
+  y = chosen(magnitude >= 0x477ff000u, 0x7f800000u, y);                             // 65520
+  return bits<float>(chosen(magnitude > 0x7f800000u, 0x7fc00000u, y) | sign);
 }
 
 inline uint16_t narrow_fp16(float x) {
   const uint32_t u = bits<uint32_t>(x), sign = u & 0x80000000u, magnitude = u ^ sign;
-  const float size = bits<float>(magnitude);
-  const uint32_t finite = size < 0x1p-14f ? uint32_t(int32_t(size * 0x1p24f))
-                                          : (magnitude >> 13) - (112u << 10);
-  const uint32_t other = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  return uint16_t((magnitude < 0x7f800000u ? finite : other) | (sign >> 16));
+  // Of what is no subnormal number the product is not used; it is one that an int32 holds.
+  const float size = bits<float>(chosen(magnitude < 0x38800000u, magnitude, 0u));
+  uint32_t y = chosen(magnitude < 0x38800000u, uint32_t(int32_t(size * 0x1p24f)),
+                      (magnitude >> 13) - (112u << 10));
+  y = chosen(magnitude >= 0x7f800000u, 0x7c00u, y);
+  return uint16_t(chosen(magnitude > 0x7f800000u, 0x7e00u, y) | (sign >> 16));
 }
 
 }  // namespace

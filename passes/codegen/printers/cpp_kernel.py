@@ -314,6 +314,8 @@ class _Printer:
         if source in _HALVES:
             wide = f"widen_{_HALVES[source]}({self.names[x]})"
             return wide if to is torch.float32 else f"{_type(node)}({wide})"
+        if source is torch.bool and to in _FLOATS:  # GCC makes no vectors of a conversion
+            return f"{self.names[x]} ? {_literal(1, to)} : {_literal(0, to)}"
         if to not in _HALVES:
             return f"{_type(node)}({self.names[x]})"
         if source is not torch.float32:
