@@ -1,6 +1,7 @@
 """The residual store: which tensor has which residual."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -164,12 +165,11 @@ class ResidualStore:
 
     def share_by_memory(self, tensor: Tensor) -> None:
         """Let later tensors on the same memory have the residual of this one."""
-        residual = self._residuals[id(tensor)][1]
-        if self._of_memory.get(_memory(tensor)) is residual:
+        residual, key = self._residuals[id(tensor)][1], _memory(tensor)
+        if self._of_memory.get(key) is residual:
             return
-        for key in [key for key in self._of_memory if key[0].expired()]:
-            del self._of_memory[key]
-        self._of_memory[_memory(tensor)] = residual
+        self._of_memory[key] = residual
+        weakref.finalize(tensor.untyped_storage(), self._of_memory.pop, key, None).atexit = False
         if not residual.shared:
             residual.shared, residual.renewed = True, None
         self.generation += 1

@@ -121,8 +121,9 @@ def test_keeps_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(6):
             run.call(i)
     assert repeats
-    there = [weakref.ref(t) for t in (*run.params, *run.means.values())]
-    del run
+    residual = collage_fx.residuals(run.params[7])[0]
+    there = [weakref.ref(t) for t in (*run.params, *run.means.values(), residual)]
+    del run, residual
     gc.collect()
     assert not any(find() is not None for find in there)
     again, alone = Run(step), Run(collage_fx.compile(update))
@@ -158,7 +159,7 @@ def test_results_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("before", [1, 6])
 def test_a_tensor_with_a_residual_comes_later(before: int) -> None:
-    """It is read whole, though those that came before had no residual; a bound call sees it too."""
+    """Such a tensor is read whole, though those before had no residual; by a bound call too."""
 
     def add(p: Tensor, q: Tensor) -> None:
         with torch.no_grad():
