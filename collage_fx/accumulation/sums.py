@@ -2,7 +2,7 @@
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock, get_ident
 from typing import Any
@@ -10,25 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.accumulation.addition import add
 from collage_fx.passes.ir.program import LOW_PRECISION
-from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.residuals.memory import address, has_memory
-from collage_fx.runtime.residuals.residual import Residual, Sums, next_draw, version
+from collage_fx.runtime.residuals.residual import Residual, Sums, version
 from collage_fx.runtime.residuals.store import STORE
-from collage_fx.runtime.storage.registry import (
-    STORAGES,
-    is_by_chance,
-    join_in,
-    split_by_chance_into,
-    split_into,
-)
+from collage_fx.runtime.storage.registry import STORAGES
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes, _len_torch_dispatch_stack
 
-CHUNK = 1 << 18
-"""Elements that are widened at once on a CPU, whose caches hold them."""
-ON_DEVICES = 1 << 25
-"""The same on other devices."""
 WAIT = 30
 """Seconds for which a thread waits for another one that adds to the same gradient."""
 FSDP = (
@@ -197,44 +187,3 @@ def _obstacle(fresh: Tensor, total: Tensor, storage: str) -> str:
     if _is_part(total):
         return "p.grad is a part of other memory, which is written without it, as of a flat buffer"
     return ""
-
-
-def add(total: Tensor, residual: Residual, fresh: Tensor) -> None:
-    """Add a gradient to a sum with its residual, in fp32, and settle that.
-
-    Args:
-        total: the sum, which has the residual.
-        residual: that belongs to it.
-        fresh: of its shape; any layout, and any dtype that can be added to it.
-    """
-    storage, dtype = residual.storage, total.dtype
-    for hi, lows, more in _parts(total, residual, fresh):
-        whole = join_in(WIDER[dtype], storage, hi, *lows)
-        # Zero has no low words: `p.grad.data.zero_()` counts no version.
-        value = torch.where(hi == 0, 0.0, whole) + more.to(WIDER[dtype])
-        if is_by_chance(storage):
-            words = split_by_chance_into(storage, value, dtype, None, 0, next_draw([residual]))
-        else:
-            words = split_into(storage, value, dtype)
-        hi.copy_(words[0])
-        if lows is residual.components:
-            residual.hold(words[1:])
-        else:
-            for low, word in zip(lows, words[1:], strict=True):
-                low.copy_(word)
-    residual.settle(total)
-
-
-def _parts(
-    total: Tensor, residual: Residual, fresh: Tensor
-) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
-    """Yield parts of a sum, of its residual and of a gradient: all, unless that is too large."""
-    size = CHUNK if total.is_cpu else ON_DEVICES
-    flat = total.is_contiguous() and fresh.is_contiguous() and not residual.packed
-    if not flat or is_by_chance(residual.storage) or total.numel() <= size:
-        yield total, residual.components, fresh
-        return
-    hi, more = total.view(-1).split(size), fresh.view(-1).split(size)
-    lows = [c.view(-1).split(size) for c in residual.components]
-    for k, part in enumerate(hi):
-        yield part, tuple(low[k] for low in lows), more[k]

@@ -104,7 +104,7 @@ def test_gradients_get_residuals_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sum_that_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its residual is cleared, with a warning, by a step in full, or as one that is bound anew."""
+    """The residual is cleared, with a warning, by a step in full, or as one that is bound anew."""
 
     def change(optimizer: Optimizer, i: int) -> None:
         add_up(optimizer, i)
@@ -117,7 +117,7 @@ def test_a_sum_that_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_step_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is bound to what was compiled before."""
+    """A load does not compile anything: the step is bound to other tensors."""
 
     def change(optimizer: Optimizer, i: int) -> None:
         add_up(optimizer, i)
