@@ -181,8 +181,8 @@ class Calls:
             )
             for one in known
         ]
-        """For each part what it writes, what it reads, as positions in the snapshot and behind that
-        among the gradients, bits of changes, and the function that settles residuals."""
+        """Positions of what each part writes and of what it reads, in the snapshot and behind that
+        among the gradients; bits of changes; and the function that settles its residuals."""
         self.count = len(contents.guarded)
 
     def run(self, args: tuple[Any, ...], gradients: Pairs) -> Any:

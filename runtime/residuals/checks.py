@@ -24,7 +24,7 @@ CHUNK = 1 << 10
 DIGEST = f"""
 #include <cstdint>
 #include <initializer_list>
-// Each of 256 words by an odd number of its own, so that the place of a word counts: of 16,384 in an
+// Each of 256 words by an odd number of its own, so that the place of a word counts: 16,384 in an
 // order that a generator of that period has.
 struct Keys {{
   int16_t of[256];
