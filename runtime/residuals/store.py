@@ -53,6 +53,8 @@ class ResidualStore:
         code, as a WeakIdKeyDictionary does not."""
         self._of_memory: dict[tuple[Any, ...], Residual] = {}
         """Residuals by storage and layout, for tensors made anew at each call, as `p.data` is."""
+        self._shared: set[int] = set()
+        """The addresses of these storages."""
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
         """Number of changes: a tensor was given a residual, or other components, or what `get` says
@@ -115,8 +117,9 @@ class ResidualStore:
 
     def _by_memory(self, tensor: Tensor) -> Residual | None:
         """Give a tensor the residual of another one that is the same piece of memory."""
-        found = tensor.layout == torch.strided
-        residual = self._of_memory.get(_memory(tensor)) if found else None
+        if tensor.layout != torch.strided or tensor.untyped_storage()._cdata not in self._shared:
+            return None
+        residual = self._of_memory.get(_memory(tensor))
         if residual is not None:
             self._renew(residual)
             self._keep(tensor, residual)
@@ -168,11 +171,18 @@ class ResidualStore:
         residual, key = self._residuals[id(tensor)][1], _memory(tensor)
         if self._of_memory.get(key) is residual:
             return
+        storage = tensor.untyped_storage()
         self._of_memory[key] = residual
-        weakref.finalize(tensor.untyped_storage(), self._of_memory.pop, key, None).atexit = False
+        self._shared.add(storage._cdata)
+        weakref.finalize(storage, self._forget_memory, key).atexit = False
         if not residual.shared:
             residual.shared, residual.renewed = True, None
         self.generation += 1
+
+    def _forget_memory(self, key: tuple[Any, ...]) -> None:
+        """Drop the residual of memory that is gone."""
+        self._of_memory.pop(key, None)
+        self._shared.discard(key[0].cdata)
 
     def ensure(
         self,
