@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import figures
-from cells import ALL, EIGHT_BITS, REFERENCES, STUDIES, TUNED, Cell
+from cells import ALL, EIGHT_BITS, REFERENCES, STUDIES, Cell
 from differences import (
     PREDICTORS,
     RATES,
@@ -150,19 +150,26 @@ def rates(results: Results) -> str:
     return table(head, rows)
 
 
-def tune(results: Results) -> str:
+def shares(results: Results, study: str) -> str:
     """Return the shares of the gain that fine-tunes keep, stored, and as bf16 exports."""
-    rows = []
-    for s in TUNED:
-        cells = [Cell("tune", s, lr) for lr in (1e-6, 1e-5, 1e-4)]
-        at = [percent(kept(results, c)) if c in results else "" for c in cells]
-        out = [
-            percent(kept(results, cells[0], of)) for of in ("high", "cast") if cells[0] in results
-        ]
+    cells = STUDIES[study].cells
+    rows, rates = [], sorted({c.lr for c in cells})
+    for s in dict.fromkeys(c.strategy for c in cells):
+        ours = [Cell(study, s, lr) for lr in rates]
+        at = [percent(kept(results, c)) if c in results else "" for c in ours]
+        out = [percent(kept(results, ours[0], of)) for of in ("high", "cast") if ours[0] in results]
         if any(at):
-            rows.append([cells[0].words, *at, *out])
-    exports = ("1e-6, high words", "1e-6, cast by chance")
-    return table(("strategy", "1e-6", "1e-5", "1e-4", *exports), rows)
+            rows.append([ours[0].words, *at, *out])
+    names = [f"{lr:.0e}".replace("e-0", "e-") for lr in rates]
+    exports = (f"{names[0]}, high words", f"{names[0]}, cast by chance")
+    return table(("strategy", *names, *exports), rows)
+
+
+def one_rate(results: Results, study: str) -> str:
+    """Return the table of a study with one rate."""
+    cells = list(STUDIES[study].cells)
+    text = about(margin_of(results, beside(cells[0])))
+    return f"{table(COMPARED, compared(results, cells))}\n\nRate {cells[0].lr:g}. {text}"
 
 
 def edq(results: Results) -> str:
@@ -296,7 +303,9 @@ def state(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
-    **{"rates": rates, "tune": tune, "edq": edq},
+    **{"rates": rates, "edq": edq},
+    **{name: partial(shares, study=name) for name in ("tune", "lora", "words", "jargon")},
+    **{name: partial(one_rate, study=name) for name in ("digits", "parity 468k")},
     **{"beta2": beta2, "fp8": fp8, "optimizers": optimizers, "long": long, "warning": warning},
 }
 
