@@ -165,11 +165,17 @@ def shares(results: Results, study: str) -> str:
     return table(("strategy", *names, *exports), rows)
 
 
-def one_rate(results: Results, study: str) -> str:
-    """Return the table of a study with one rate."""
-    cells = list(STUDIES[study].cells)
-    text = about(margin_of(results, beside(cells[0])))
-    return f"{table(COMPARED, compared(results, cells))}\n\nRate {cells[0].lr:g}. {text}"
+def each_rate(results: Results, study: str) -> str:
+    """Return a table for each optimizer and rate of a study."""
+    parts = []
+    every = STUDIES[study].cells
+    for name, lr in dict.fromkeys((c.optimizer, c.lr) for c in every):
+        cells = [c for c in every if (c.optimizer, c.lr) == (name, lr)]
+        if rows := compared(results, cells):
+            first = name if study == "optimizers" else COMPARED[0]
+            text = about(margin_of(results, beside(cells[0])))
+            parts.append(f"{table((first, *COMPARED[1:]), rows)}\n\nRate {lr:g}. {text}".strip())
+    return "\n\n".join(parts)
 
 
 def edq(results: Results) -> str:
@@ -236,17 +242,6 @@ def fp8(results: Results) -> str:
     return f"{table(COMPARED, rows)}\n\n{about(margin_of(results, Cell('train', 'masters', 3e-3)))}"
 
 
-def optimizers(results: Results) -> str:
-    """Return a table for each of the other optimizers."""
-    parts = []
-    for name in dict.fromkeys(c.optimizer for c in STUDIES["optimizers"].cells):
-        cells = [c for c in STUDIES["optimizers"].cells if c.optimizer == name]
-        if rows := compared(results, cells):
-            text = about(margin_of(results, beside(cells[0])))
-            parts.append(f"{table((name, *COMPARED[1:]), rows)}\n\nRate {cells[0].lr:g}. {text}")
-    return "\n\n".join(parts)
-
-
 def long(results: Results) -> str:
     """Return the errors after a third, two thirds and all of 5,000 steps."""
     rows = []
@@ -305,8 +300,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
     **{"rates": rates, "edq": edq},
     **{name: partial(shares, study=name) for name in ("tune", "lora", "words", "jargon")},
-    **{name: partial(one_rate, study=name) for name in ("digits", "parity 468k")},
-    **{"beta2": beta2, "fp8": fp8, "optimizers": optimizers, "long": long, "warning": warning},
+    **{name: partial(each_rate, study=name) for name in ("optimizers", "digits", "parity 468k")},
+    **{"beta2": beta2, "fp8": fp8, "long": long, "warning": warning},
 }
 
 

@@ -86,7 +86,7 @@ def _cells(
 
 
 FINE = (1e-6, 1e-5)
-LORA, MUON, DIGITS = (1e-4, 1e-3), 3e-3, 1e-3
+LORA, MUON, DIGITS = (1e-4, 1e-3), (3e-3, 1e-2), (3e-4, 1e-3)
 _OTHERS = {"SGD": 0.1, "Lion": 1e-3, "Adafactor": 1e-2}
 _BETAS = (0.9, 0.95, 0.99, 0.9999)
 _PARITY = (*_cells("train", ALL, (1e-2, 3e-3)), *_cells("train", ALL, (1e-3,)))
@@ -115,10 +115,10 @@ STUDIES = {
             Cell("train", s, lr, name)
             for (name, lr), s in product(_OTHERS.items(), (*BASE, "auto", "mcf2, wide"))
         )
-        + _cells("muon", (*BASE, "auto", "mcf2, wide"), (MUON,), "Muon"),
+        + _cells("muon", (*BASE, "auto", "mcf2, wide"), MUON, "Muon"),
     ),
     "lora": Study("Adapters of rank 8 for frozen weights", _cells("lora", SIDE, LORA)),
-    "digits": Study("Handwritten digits", _cells("digits", SIDE, (DIGITS,))),
+    "digits": Study("Handwritten digits", _cells("digits", SIDE, DIGITS)),
     "words": Study("Fine-tuning g2p-en's pretrained model", _cells("words", SIDE, FINE)),
     "jargon": Study("Fine-tuning on the Jargon File", _cells("jargon", SIDE, FINE)),
     "long": Study(
@@ -128,7 +128,7 @@ STUDIES = {
     "warning": Study("The warning about small updates", _TUNE),
     "parity 468k": Study(
         "Pre-training at 468,000 parameters",
-        _cells("train 468k", (*BASE, "auto", "plus", "light"), (3e-3,)),
+        _cells("train 468k", (*BASE, "auto", "plus", "light", "remainder16"), (3e-3,)),
     ),
     "try": Study(
         "Sizes and rates, before the protocol",
@@ -137,8 +137,8 @@ STUDIES = {
             *_cells("try muon", ("masters", "bf16"), (1e-3, 3e-3, 1e-2), "Muon"),
             *_cells("try lora", ("masters", "bf16"), (1e-5, 1e-4, 1e-3)),
             *_cells("try digits", ("masters", "bf16"), (3e-4, 1e-3, 3e-3)),
-            *_cells("try words", ("masters", "bf16"), (1e-6, 1e-5, 1e-4)),
             *_cells("try jargon", ("masters", "bf16"), (1e-6, 1e-5)),
+            *_cells("try words", ("masters", "bf16"), (1e-6, 1e-5, 1e-4)),
         ),
     ),
 }

