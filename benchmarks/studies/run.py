@@ -180,11 +180,11 @@ class Runner:
         """Return the model of a task, compiled, and its first weights."""
         key = tasks.shared(task)
         if key not in self._models:
-            self._models[key] = tasks.model(task, compiled=True)
+            self._models[key] = tasks.model(task, self.device, compiled=True)
         model = self._models[key]
         if task not in self._starts:
-            start = tasks.start(task, model)
-            self._starts[task] = {name: w.to(self.device) for name, w in start.items()}
+            start = {n: w.to(self.device) for n, w in tasks.start(task, model).items()}
+            self._starts[task] = start
             # Compiled here, once, for the processes of all cells.
             for dtype in (torch.bfloat16, torch.float32):
                 weights = {n: w.to(dtype, copy=True).requires_grad_() for n, w in start.items()}

@@ -139,7 +139,7 @@ def random_weights(task: Task) -> Named:
     return {name: torch.stack([m[name].detach() for m in models]) for name in models[0]}
 
 
-def model(task: Task, *, compiled: bool = False) -> Model:
+def model(task: Task, device: str = "cpu", *, compiled: bool = False) -> Model:
     """Return the model of a task."""
     if task.text in OTHERS:
         return Model(OTHERS[task.text].loss, compiled=compiled)
@@ -147,7 +147,7 @@ def model(task: Task, *, compiled: bool = False) -> Model:
         return Model(loss_of_bytes(byte_model.ByteModel(task.size)), compiled=compiled)
     full = replace(task, rank=0)
     # What is frozen is in bf16, as the adapters are; `validate` takes it as it is.
-    frozen = {name: w.bfloat16() for name, w in start(full, model(full)).items()}
+    frozen = {name: w.bfloat16().to(device) for name, w in start(full, model(full)).items()}
     net = adapted(task.size, task.rank)
     return Model(loss_of_bytes(net), frozen=frozen, compiled=compiled)
 
