@@ -128,7 +128,7 @@ STUDIES = {
     "warning": Study("The warning about small updates", _TUNE),
     "parity 468k": Study(
         "Pre-training at 468,000 parameters",
-        _cells("train 468k", (*BASE, "auto", "plus", "light", "remainder16"), (3e-3,)),
+        _cells("train 468k", (*BASE, "auto", "plus", "light", "remainder16"), (3e-3, 1e-3)),
     ),
     "try": Study(
         "Sizes and rates, before the protocol",
