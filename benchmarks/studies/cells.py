@@ -127,7 +127,7 @@ STUDIES = {
     ),
     "warning": Study("The warning about small updates", _TUNE),
     "parity 468k": Study(
-        "Pre-training at 468,000 parameters",
+        "Pre-training at 463,488 weights",
         _cells("train 468k", (*BASE, "auto", "plus", "light", "remainder16"), (3e-3, 1e-3)),
     ),
     "try": Study(
