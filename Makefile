@@ -161,9 +161,11 @@ bench-peers: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement $(PEERS)
 
 # The studies of docs/evidence.md: runs that are not there yet, then tables and plots of all; two to three hours on
-# two cores. QUICK=1 takes a quarter of an hour and writes to build/studies/quick.
+# two cores. QUICK=1 takes a quarter of an hour and writes to build/studies/quick. Three files of other packages are
+# downloaded first; a study whose file cannot be had is skipped.
 #   make evidence ONLY=tune
 evidence: $(READY)
+	$(BIN)/python benchmarks/studies/data.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies/run.py $(if $(QUICK),--quick) \
 		$(if $(ONLY),--only "$(ONLY)")
 	$(BIN)/python benchmarks/studies/analyse.py $(if $(QUICK),--quick)

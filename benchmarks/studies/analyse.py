@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import figures
-from cells import ALL, EIGHT_BITS, REFERENCES, STUDIES, TUNED, Cell
+from cells import ALL, EIGHT_BITS, REFERENCES, STUDIES, Cell
 from differences import (
     PREDICTORS,
     RATES,
@@ -150,19 +150,32 @@ def rates(results: Results) -> str:
     return table(head, rows)
 
 
-def tune(results: Results) -> str:
+def shares(results: Results, study: str) -> str:
     """Return the shares of the gain that fine-tunes keep, stored, and as bf16 exports."""
-    rows = []
-    for s in TUNED:
-        cells = [Cell("tune", s, lr) for lr in (1e-6, 1e-5, 1e-4)]
-        at = [percent(kept(results, c)) if c in results else "" for c in cells]
-        out = [
-            percent(kept(results, cells[0], of)) for of in ("high", "cast") if cells[0] in results
-        ]
+    cells = STUDIES[study].cells
+    rows, rates = [], sorted({c.lr for c in cells})
+    for s in dict.fromkeys(c.strategy for c in cells):
+        ours = [Cell(study, s, lr) for lr in rates]
+        at = [percent(kept(results, c)) if c in results else "" for c in ours]
+        out = [percent(kept(results, ours[0], of)) for of in ("high", "cast") if ours[0] in results]
         if any(at):
-            rows.append([cells[0].words, *at, *out])
-    exports = ("1e-6, high words", "1e-6, cast by chance")
-    return table(("strategy", "1e-6", "1e-5", "1e-4", *exports), rows)
+            rows.append([ours[0].words, *at, *out])
+    names = [f"{lr:.0e}".replace("e-0", "e-") for lr in rates]
+    exports = (f"{names[0]}, high words", f"{names[0]}, cast by chance")
+    return table(("strategy", *names, *exports), rows)
+
+
+def each_rate(results: Results, study: str) -> str:
+    """Return a table for each optimizer and rate of a study."""
+    parts = []
+    every = STUDIES[study].cells
+    for name, lr in dict.fromkeys((c.optimizer, c.lr) for c in every):
+        cells = [c for c in every if (c.optimizer, c.lr) == (name, lr)]
+        if rows := compared(results, cells):
+            first = name if study == "optimizers" else COMPARED[0]
+            text = about(margin_of(results, beside(cells[0])))
+            parts.append(f"{table((first, *COMPARED[1:]), rows)}\n\nRate {lr:g}. {text}".strip())
+    return "\n\n".join(parts)
 
 
 def edq(results: Results) -> str:
@@ -229,17 +242,6 @@ def fp8(results: Results) -> str:
     return f"{table(COMPARED, rows)}\n\n{about(margin_of(results, Cell('train', 'masters', 3e-3)))}"
 
 
-def optimizers(results: Results) -> str:
-    """Return a table for each of the other optimizers."""
-    parts = []
-    for name in dict.fromkeys(c.optimizer for c in STUDIES["optimizers"].cells):
-        cells = [c for c in STUDIES["optimizers"].cells if c.optimizer == name]
-        if rows := compared(results, cells):
-            text = about(margin_of(results, beside(cells[0])))
-            parts.append(f"{table((name, *COMPARED[1:]), rows)}\n\nRate {cells[0].lr:g}. {text}")
-    return "\n\n".join(parts)
-
-
 def long(results: Results) -> str:
     """Return the errors after a third, two thirds and all of 5,000 steps."""
     rows = []
@@ -296,8 +298,10 @@ def state(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
-    **{"rates": rates, "tune": tune, "edq": edq},
-    **{"beta2": beta2, "fp8": fp8, "optimizers": optimizers, "long": long, "warning": warning},
+    **{"rates": rates, "edq": edq},
+    **{name: partial(shares, study=name) for name in ("tune", "lora", "words", "jargon")},
+    **{name: partial(each_rate, study=name) for name in ("optimizers", "digits", "parity 468k")},
+    **{"beta2": beta2, "fp8": fp8, "long": long, "warning": warning},
 }
 
 

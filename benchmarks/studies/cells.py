@@ -27,6 +27,7 @@ TUNED = (
     *CORE,
     *("mcf2, wide", "mcf2, by chance", "ulp8", "ulp8, by chance", "mcf3", "ulp4", "kahan"),
 )
+SIDE = (*BASE, "auto", "plus", "light", "mcf2, wide")
 REFERENCES = ("masters", "twin 1", "twin 2", "fp32")
 """Strategies that nothing is said of: they are what others are beside."""
 EIGHT_BITS = (
@@ -77,11 +78,15 @@ class Study:
     """Runs of a study; those of `edq` and `warning` are of the two studies before them."""
 
 
-def _cells(task: str, strategies: Iterable[str], rates: Iterable[float]) -> tuple[Cell, ...]:
+def _cells(
+    task: str, strategies: Iterable[str], rates: Iterable[float], optimizer: str = "AdamW"
+) -> tuple[Cell, ...]:
     """Return all strategies at a rate, then at the next."""
-    return tuple(Cell(task, s, lr) for lr, s in product(rates, strategies))
+    return tuple(Cell(task, s, lr, optimizer) for lr, s in product(rates, strategies))
 
 
+FINE = (1e-6, 1e-5)
+LORA, MUON, DIGITS = (1e-4, 1e-3), (3e-3, 1e-2), (3e-4, 1e-3)
 _OTHERS = {"SGD": 0.1, "Lion": 1e-3, "Adafactor": 1e-2}
 _BETAS = (0.9, 0.95, 0.99, 0.9999)
 _PARITY = (*_cells("train", ALL, (1e-2, 3e-3)), *_cells("train", ALL, (1e-3,)))
@@ -109,20 +114,32 @@ STUDIES = {
         tuple(
             Cell("train", s, lr, name)
             for (name, lr), s in product(_OTHERS.items(), (*BASE, "auto", "mcf2, wide"))
-        ),
+        )
+        + _cells("muon", (*BASE, "auto", "mcf2, wide"), MUON, "Muon"),
     ),
+    "lora": Study("Adapters of rank 8 for frozen weights", _cells("lora", SIDE, LORA)),
+    "digits": Study("Handwritten digits", _cells("digits", SIDE, DIGITS)),
+    "words": Study("Fine-tuning g2p-en's pretrained model", _cells("words", SIDE, FINE)),
+    "jargon": Study("Fine-tuning on the Jargon File", _cells("jargon", SIDE, FINE)),
     "long": Study(
         "Error over 5,000 steps",
         _cells("long", ("masters", "bf16", "auto", "plus", "light", "remainder16", "sr"), (3e-3,)),
     ),
     "warning": Study("The warning about small updates", _TUNE),
     "parity 468k": Study(
-        "Pre-training at 468,000 parameters",
-        _cells("train 468k", (*BASE, "auto", "plus", "light"), (3e-3,)),
+        "Pre-training at 463,488 weights",
+        _cells("train 468k", (*BASE, "auto", "plus", "light", "remainder16"), (3e-3, 1e-3)),
     ),
     "try": Study(
         "Sizes and rates, before the protocol",
-        _cells("try", ("masters", "bf16"), (1e-3, 3e-3, 1e-2, 3e-2)),
+        (
+            *_cells("try", ("masters", "bf16"), (1e-3, 3e-3, 1e-2, 3e-2)),
+            *_cells("try muon", ("masters", "bf16"), (1e-3, 3e-3, 1e-2), "Muon"),
+            *_cells("try lora", ("masters", "bf16"), (1e-5, 1e-4, 1e-3)),
+            *_cells("try digits", ("masters", "bf16"), (3e-4, 1e-3, 3e-3)),
+            *_cells("try jargon", ("masters", "bf16"), (1e-6, 1e-5)),
+            *_cells("try words", ("masters", "bf16"), (1e-6, 1e-5, 1e-4)),
+        ),
     ),
 }
 QUICK = {"parity", "tune"}

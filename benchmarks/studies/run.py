@@ -34,9 +34,11 @@ from torch._inductor import config as inductor_config
 sys.path.insert(0, str(Path(__file__).parent))
 import tasks
 from cells import CORE, QUICK, STUDIES, Cell
+from data import missing
+from models import Model, Named
 from shadow import Shadow, rows
 from strategies import APART, absent, begin, maker
-from tasks import ROOT, Model, Named, Task
+from tasks import ROOT, Task
 
 import collage_fx
 
@@ -55,6 +57,7 @@ class Stack:
 
     def __init__(self, start: Named, task: Task, *, apart: bool) -> None:
         self.names, self.seeds, self.apart = list(start), task.seeds, apart
+        self.each = [n for n in start for _ in range(task.seeds if apart else 1)]
         split = (w.unbind() if apart else (w,) for w in start.values())
         self.start = [w.clone() for ws in split for w in ws]
 
@@ -73,8 +76,8 @@ class Stack:
 def train(cell: Cell, task: Task, model: Model, start: Named, device: str) -> dict[str, Any]:
     """Train all seeds of a cell; return its losses and distances."""
     stack = Stack(start, task, apart=cell.optimizer in APART)
-    training = begin(cell.strategy, cell.optimizer, cell.beta2, stack.start)
-    make = maker(cell.optimizer.partition(",")[0], cell.beta2)
+    training = begin(cell.strategy, cell.optimizer, cell.beta2, stack.start, stack.each)
+    make = maker(cell.optimizer.partition(",")[0], cell.beta2, stack.each)
     shadow = Shadow([v.detach() for v in training.values()], make, task.seeds, apart=stack.apart)
     held_out, marks = tasks.held_out(task, device), []
     at = {round((i + 1) * task.steps / MARKS) for i in range(MARKS)}
@@ -175,12 +178,13 @@ class Runner:
 
     def prepare(self, task: Task) -> tuple[Model, Named]:
         """Return the model of a task, compiled, and its first weights."""
-        if task.size not in self._models:
-            self._models[task.size] = Model(task.size, compiled=True)
-        model = self._models[task.size]
+        key = tasks.shared(task)
+        if key not in self._models:
+            self._models[key] = tasks.model(task, self.device, compiled=True)
+        model = self._models[key]
         if task not in self._starts:
-            start = tasks.start(task, model)
-            self._starts[task] = {name: w.to(self.device) for name, w in start.items()}
+            start = {n: w.to(self.device) for n, w in tasks.start(task, model).items()}
+            self._starts[task] = start
             # Compiled here, once, for the processes of all cells.
             for dtype in (torch.bfloat16, torch.float32):
                 weights = {n: w.to(dtype, copy=True).requires_grad_() for n, w in start.items()}
@@ -209,9 +213,18 @@ def chosen(only: str, *, quick: bool) -> list[Cell]:
     """Return the cells of a study, or those whose names contain a text; of all studies without."""
     if only in STUDIES:
         return list(dict.fromkeys(STUDIES[only].cells))
-    studies = [s for name, s in STUDIES.items() if name != "try" and (name in QUICK or not quick)]
-    every = dict.fromkeys(cell for study in studies for cell in study.cells)
+    names = [n for n in STUDIES if n != "try" and (n in QUICK or not quick)]
+    every = dict.fromkeys(cell for name in names for cell in STUDIES[name].cells)
     return [c for c in every if only in c.name and (c.strategy in CORE or not quick)]
+
+
+def there(cells: list[Cell]) -> list[Cell]:
+    """Return the cells whose strategy and text are installed; say what is skipped."""
+    skipped = {name: why for name in {c.strategy for c in cells} if (why := absent(name))}
+    lacking = {t: why for t in {c.task for c in cells} if (why := missing(tasks.TASKS[t].text))}
+    for name, why in sorted({**skipped, **lacking}.items()):
+        print(f"skipped: {name}, {why}")
+    return [c for c in cells if c.strategy not in skipped and c.task not in lacking]
 
 
 def main() -> None:
@@ -230,10 +243,7 @@ def main() -> None:
     # Cells are forks of this process: a lock that another thread holds would never be free there.
     inductor_config.compile_threads = 1
     cells = chosen(args.only, quick=args.quick)
-    skipped = {name: why for name in {c.strategy for c in cells} if (why := absent(name))}
-    for name, why in sorted(skipped.items()):
-        print(f"skipped: {name}, {why}")
-    cells = [c for c in cells if c.strategy not in skipped]
+    cells = there(cells)
     left = [c for c in cells if whole(out / c.file) is None]
     print(
         f"{len(cells) - len(left)} of {len(cells)} cells are there, {len(left)} to run", flush=True

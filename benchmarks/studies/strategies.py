@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,37 @@ from steps import Lion
 from storages import EIGHT, Adam8
 
 Step = Callable[[], Any]
-Make = Callable[[list[Tensor]], Optimizer]
+
+
+class MuonAdamW:
+    """Muon for the matrices of a transformer's blocks and AdamW for the rest: two optimizers.
+
+    Muon's updates are scaled as AdamW's are, so that one rate is for both. It takes matrices in
+    bf16 to make an update, whatever the dtype of its parameters.
+    """
+
+    def __init__(self, params: list[Tensor], names: Sequence[str], lr: float, beta2: float) -> None:
+        groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for p, name in zip(params, names, strict=True):
+            groups["blocks." in name and p.dim() == 2].append(p)
+        self.parts: list[Optimizer] = [
+            OPTIMIZERS["AdamW"](groups[0], lr, beta2),
+            torch.optim.Muon(groups[1], lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        ]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of both."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """Take a step of each."""
+        for part in self.parts:
+            part.step()
+
+
+Stepped = Optimizer | MuonAdamW
+Make = Callable[[list[Tensor]], Stepped]
 
 
 class KahanAdamW(Optimizer):
@@ -85,7 +115,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor], float, float], Optimizer]] = {
     },
 }
 """Name -> optimizer of parameters, learning rate and beta2 (which only AdamW has a choice of)."""
-APART = {"Adafactor"}
+APART = {"Adafactor", "Muon"}
 """Optimizers of which the update of an element depends on the whole tensor."""
 _EXACT = {"param": "remainder16"}
 COLLAGE: dict[str, dict[str, Any]] = {
@@ -136,7 +166,7 @@ class Training:
     """Function that takes a step at a rate, on the gradients of the weights."""
     values: Callable[[], list[Tensor]]
     """Function that returns what is stored of each weight in all: masters, or with residuals."""
-    optimizer: Optimizer
+    optimizer: Stepped
     compensated: bool = False
     """True if collage_fx compiled the optimizer."""
 
@@ -147,12 +177,18 @@ class Training:
         """
         if not self.compensated:
             return {}
-        found = collage_fx.explain(self.optimizer).to_dict()
-        config = found["config"]
-        kinds = Counter(f"{s['kind']}: {s['storage'] or 'plain'}" for s in found["states"])
+        found = [collage_fx.explain(part).to_dict() for part in parts(self.optimizer)]
+        states = [state for one in found for state in one["states"]]
+        kinds = Counter(f"{s['kind']}: {s['storage'] or 'plain'}" for s in states)
         names = ("level", "arithmetic", "storage", "stochastic_rounding", "budget", "seed")
-        about = {name: config[name] for name in names}
-        return {**about, "states": dict(kinds), "residual_bytes": found["residual_bytes"]}
+        about = {name: found[0]["config"][name] for name in names}
+        extra = sum(one["residual_bytes"] for one in found)
+        return {**about, "states": dict(kinds), "residual_bytes": extra}
+
+
+def parts(optimizer: Stepped) -> list[Optimizer]:
+    """Return the optimizers that one is made of."""
+    return optimizer.parts if isinstance(optimizer, MuonAdamW) else [optimizer]
 
 
 def absent(strategy: str) -> str:
@@ -171,7 +207,9 @@ def absent(strategy: str) -> str:
     return ""
 
 
-def begin(strategy: str, optimizer: str, beta2: float, start: list[Tensor]) -> Training:
+def begin(
+    strategy: str, optimizer: str, beta2: float, start: list[Tensor], names: Sequence[str] = ()
+) -> Training:
     """Return what trains weights in one way.
 
     Args:
@@ -179,23 +217,26 @@ def begin(strategy: str, optimizer: str, beta2: float, start: list[Tensor]) -> T
         optimizer: a name in OPTIMIZERS.
         beta2: decay of AdamW's second moment.
         start: fp32 values of the weights. All begin at those rounded to bf16, but for `fp32`.
+        names: name of each in the model, which Muon needs.
     """
+    make = maker(optimizer, beta2, names)
     if strategy == "fp32":
         weights = [w.clone().requires_grad_() for w in start]
-        return _plain(weights, maker(optimizer, beta2)(weights))
+        return _plain(weights, make(weights))
     weights = [w.bfloat16().requires_grad_() for w in start]
     if strategy in ("masters", "twin 1", "twin 2"):
-        return _with_masters(strategy, weights, maker(optimizer, beta2))
+        return _with_masters(strategy, weights, make)
     if strategy in KAHAN:
         return _with_compensation(KAHAN[strategy], weights, KahanAdamW(weights, 1e-3, beta2))
     if strategy in PEERS:
         return _with_peer(strategy, weights)
-    made = maker(optimizer, beta2)(weights)
+    made = make(weights)
     if strategy == "bf16":
         return _plain(weights, made)
     if strategy == "bf16 compiled":
         return Training(weights, _at_rate(made, torch.compile(made.step)), lambda: weights, made)
-    collage_fx.compile_(made, **COLLAGE[strategy])
+    for part in parts(made):
+        collage_fx.compile_(part, **COLLAGE[strategy])
     return Training(
         weights,
         _at_rate(made),
@@ -205,12 +246,14 @@ def begin(strategy: str, optimizer: str, beta2: float, start: list[Tensor]) -> T
     )
 
 
-def maker(optimizer: str, beta2: float) -> Make:
+def maker(optimizer: str, beta2: float, names: Sequence[str] = ()) -> Make:
     """Return what makes an optimizer of parameters; its rate is set before each step."""
+    if optimizer == "Muon":
+        return lambda params: MuonAdamW(params, names, 1e-3, beta2)
     return lambda params: OPTIMIZERS[optimizer](params, 1e-3, beta2)
 
 
-def _at_rate(optimizer: Optimizer, step: Step | None = None) -> Callable[[float], None]:
+def _at_rate(optimizer: Stepped, step: Step | None = None) -> Callable[[float], None]:
     def take(lr: float) -> None:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # torchao, which is not to be given another one
@@ -222,7 +265,7 @@ def _at_rate(optimizer: Optimizer, step: Step | None = None) -> Callable[[float]
     return take
 
 
-def _plain(weights: list[Tensor], optimizer: Optimizer) -> Training:
+def _plain(weights: list[Tensor], optimizer: Stepped) -> Training:
     return Training(weights, _at_rate(optimizer), lambda: weights, optimizer)
 
 

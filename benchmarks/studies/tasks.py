@@ -10,23 +10,27 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(Path(__file__).parent)]
 import byte_model  # noqa: E402
+import data  # noqa: E402
+import digits  # noqa: E402
 import loss_curves  # noqa: E402
 import train_bytes  # noqa: E402
+import words  # noqa: E402
+from models import Batch, Model, Named, adapted, adapters, loss_of_bytes  # noqa: E402
 
-Named = dict[str, Tensor]
-"""Name of a parameter of the model -> its values of all seeds, (seeds, ...)."""
+OTHERS: dict[str, Any] = {"digits": digits, "words": words}
+"""Data of a task, where they are no text -> module with its model, weights and batches."""
 SMALL = byte_model.Size(width=64, context=32, batch=8)
 MIDDLE = replace(SMALL, width=128)
 HELD_OUT, HELD_OUT_ROWS = 4, 64
@@ -39,7 +43,8 @@ class Task:
     """Text, model and number of steps."""
 
     text: str
-    """`code`, the standard library's source, or `prose`, the topics of Python's `help()`."""
+    """`code`, the standard library's source; `prose`, the topics of Python's `help()`; `jargon`,
+    the Jargon File; or a name in OTHERS."""
     size: byte_model.Size
     steps: int
     seeds: int
@@ -48,6 +53,8 @@ class Task:
     """Steps on code, in fp32, before a fine-tune; 0 begins with random weights."""
     decays: bool = True
     """True if the rate warms up and falls by a cosine to a tenth; it is constant else."""
+    rank: int = 0
+    """Rank of the adapters that alone are trained; 0 trains all weights."""
 
     def rate(self, step: int, peak: float) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -59,9 +66,19 @@ TASKS = {
     "train 468k": Task("code", MIDDLE, 600, 5),
     "tune": Task("prose", SMALL, 300, 8, pretraining=1500, decays=False),
     "long": Task("code", SMALL, 5000, 2),
+    "muon": Task("code", SMALL, 600, 5),
+    "lora": Task("prose", SMALL, 300, 5, pretraining=1500, decays=False, rank=8),
+    "digits": Task("digits", SMALL, 600, 5),
+    "words": Task("words", SMALL, 200, 5, decays=False),
+    "jargon": Task("jargon", SMALL, 300, 5, pretraining=1500, decays=False),
     "try": Task("code", SMALL, 600, 4, first_seed=90),
 }
-"""`try` has seeds of its own, by which sizes and rates were chosen before the protocol."""
+"""Tasks whose name begins with `try` have seeds of their own, by which sizes and rates were chosen
+before the protocol. Those of OTHERS have no use for a size."""
+TASKS |= {
+    f"try {name}": replace(TASKS[name], seeds=2, first_seed=90)
+    for name in ("muon", "lora", "digits", "words", "jargon")
+}
 
 
 def quick(task: Task) -> Task:
@@ -77,20 +94,31 @@ def quick(task: Task) -> Task:
 @cache
 def texts(name: str) -> tuple[Tensor, Tensor]:
     """Return the bytes of a text to train on, and others to validate on (uint8, 1-d)."""
-    return byte_model.read_text() if name == "code" else loss_curves.prose()
+    if name != "jargon":
+        return byte_model.read_text() if name == "code" else loss_curves.prose()
+    whole = torch.frombuffer(bytearray(data.unpacked(name)), dtype=torch.uint8)
+    cut = len(whole) * 9 // 10
+    return whole[:cut], whole[cut:]
 
 
-def batches(task: Task, device: str = "cpu") -> Iterator[byte_model.Batch]:
-    """Yield inputs and targets (seeds, batch, context), of each seed in an order of its own."""
-    seeds = range(task.first_seed, task.first_seed + task.seeds)
-    each = [byte_model.batches(texts(task.text)[0], 100 + s, "cpu", task.size) for s in seeds]
+def batches(task: Task, device: str = "cpu") -> Iterator[Batch]:
+    """Yield the tensors of batches (seeds, ...), of each seed in an order of its own."""
+    each = [_of_seed(task, 100 + task.first_seed + s) for s in range(task.seeds)]
     for rows in itertools.islice(zip(*each, strict=True), task.steps):
-        inputs, targets = zip(*rows, strict=True)
-        yield torch.stack(inputs).to(device), torch.stack(targets).to(device)
+        yield tuple(torch.stack(ts).to(device) for ts in zip(*rows, strict=True))
 
 
-def held_out(task: Task, device: str = "cpu") -> list[byte_model.Batch]:
-    """Return the batches for validation (windows, context), which all seeds share."""
+def _of_seed(task: Task, seed: int) -> Iterator[Batch]:
+    if task.text in OTHERS:
+        found: Iterator[Batch] = OTHERS[task.text].batches(seed)
+        return found
+    return byte_model.batches(texts(task.text)[0], seed, "cpu", task.size)
+
+
+def held_out(task: Task, device: str = "cpu") -> list[Batch]:
+    """Return the batches for validation, which all seeds share."""
+    if task.text in OTHERS:
+        return [tuple(t.to(device) for t in batch) for batch in OTHERS[task.text].held_out()]
     size = replace(task.size, batch=HELD_OUT_ROWS)
     return list(
         itertools.islice(byte_model.batches(texts(task.text)[1], 7, device, size), HELD_OUT)
@@ -98,43 +126,40 @@ def held_out(task: Task, device: str = "cpu") -> list[byte_model.Batch]:
 
 
 def random_weights(task: Task) -> Named:
-    """Return the weights that PyTorch draws for each seed, in fp32."""
+    """Return the weights that PyTorch draws for each seed, in fp32; the same if pretrained."""
     models = []
     for seed in range(task.first_seed, task.first_seed + task.seeds):
         torch.manual_seed(seed)
-        models.append(dict(byte_model.ByteModel(task.size).named_parameters()))
+        if task.text in OTHERS:
+            models.append(OTHERS[task.text].weights())
+        elif task.rank:
+            models.append(adapters(adapted(task.size, task.rank)))
+        else:
+            models.append(dict(byte_model.ByteModel(task.size).named_parameters()))
     return {name: torch.stack([m[name].detach() for m in models]) for name in models[0]}
 
 
-class Model:
-    """A model of several seeds: the loss of each, as a function of the weights of all."""
+def model(task: Task, device: str = "cpu", *, compiled: bool = False) -> Model:
+    """Return the model of a task."""
+    if task.text in OTHERS:
+        return Model(OTHERS[task.text].loss, compiled=compiled)
+    if not task.rank:
+        return Model(loss_of_bytes(byte_model.ByteModel(task.size)), compiled=compiled)
+    full = replace(task, rank=0)
+    # What is frozen is in bf16, as the adapters are; `validate` takes it as it is.
+    frozen = {name: w.bfloat16().to(device) for name, w in start(full, model(full)).items()}
+    net = adapted(task.size, task.rank)
+    return Model(loss_of_bytes(net), frozen=frozen, compiled=compiled)
 
-    def __init__(self, size: byte_model.Size, *, compiled: bool = False) -> None:
-        model = byte_model.ByteModel(size)
 
-        def loss(weights: Named, inputs: Tensor, targets: Tensor) -> Tensor:
-            def forward(tokens: Tensor) -> Tensor:
-                logits: Tensor = functional_call(model, weights, (tokens,))
-                return logits
-
-            return byte_model.loss_of(forward, inputs, targets)  # type: ignore[arg-type]
-
-        each: Callable[..., Tensor] = vmap(loss)
-        shared: Callable[..., Tensor] = vmap(loss, in_dims=(0, None, None))
-        self.losses = torch.compile(each) if compiled else each
-        """Function of weights, inputs and targets (seeds, batch, context); returns (seeds,)."""
-        self._shared = torch.compile(shared) if compiled else shared
-
-    @torch.no_grad()
-    def validate(self, weights: Named, batches: list[byte_model.Batch]) -> Tensor:
-        """Return the mean loss of each seed (nats a byte) on batches (windows, context)."""
-        values = {name: w.detach().float() for name, w in weights.items()}
-        return torch.stack([self._shared(values, x, y) for x, y in batches]).double().mean(0)
+def shared(task: Task) -> Hashable:
+    """Return what is the same of tasks that have one model."""
+    return task if task.rank else OTHERS.get(task.text, task.size)
 
 
 def start(task: Task, model: Model) -> Named:
     """Return the weights in fp32 that a task begins with; of a fine-tune kept on disk."""
-    if not task.pretraining:
+    if not task.pretraining or task.rank:
         return random_weights(task)
     size = task.size
     numbers = (size.width, size.context, size.batch, task.pretraining, task.first_seed, task.seeds)

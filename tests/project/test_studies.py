@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def model() -> tasks.Model:
-    return tasks.Model(tasks.SMALL)
+    return tasks.model(SHORT)
 
 
 def trained(model: tasks.Model, task: tasks.Task, strategy: str, optimizer: str) -> Tensor:
