@@ -296,11 +296,12 @@ def state(results: Results) -> str:
     return f"{table(('study', 'question', 'runs that are there'), rows)}\n\n{said}"
 
 
+EACH_RATE = ("optimizers", "digits", "parity 468k", "parity 3M")
 TABLES: dict[str, Callable[[Results], str]] = {
     **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
     **{"rates": rates, "edq": edq},
     **{name: partial(shares, study=name) for name in ("tune", "lora", "words", "jargon")},
-    **{name: partial(each_rate, study=name) for name in ("optimizers", "digits", "parity 468k")},
+    **{name: partial(each_rate, study=name) for name in EACH_RATE},
     **{"beta2": beta2, "fp8": fp8, "long": long, "warning": warning},
 }
 

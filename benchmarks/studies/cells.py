@@ -130,6 +130,10 @@ STUDIES = {
         "Pre-training at 463,488 weights",
         _cells("train 468k", (*BASE, "auto", "plus", "light", "remainder16"), (3e-3, 1e-3)),
     ),
+    "parity 3M": Study(
+        "Pre-training at 3.2 million weights",
+        _cells("train 3M", (*BASE, "auto", "plus", "light"), (1e-3,)),
+    ),
     "try": Study(
         "Sizes and rates, before the protocol",
         (

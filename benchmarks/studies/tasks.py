@@ -33,6 +33,7 @@ OTHERS: dict[str, Any] = {"digits": digits, "words": words}
 """Data of a task, where they are no text -> module with its model, weights and batches."""
 SMALL = byte_model.Size(width=64, context=32, batch=8)
 MIDDLE = replace(SMALL, width=128)
+LARGE = replace(SMALL, width=352)
 HELD_OUT, HELD_OUT_ROWS = 4, 64
 """Batches that are held out, and windows in each; the same for all seeds and cells."""
 PRETRAINED = ROOT / "build/studies"
@@ -64,6 +65,7 @@ class Task:
 TASKS = {
     "train": Task("code", SMALL, 600, 8),
     "train 468k": Task("code", MIDDLE, 600, 5),
+    "train 3M": Task("code", LARGE, 600, 3),
     "tune": Task("prose", SMALL, 300, 8, pretraining=1500, decays=False),
     "long": Task("code", SMALL, 5000, 2),
     "muon": Task("code", SMALL, 600, 5),
