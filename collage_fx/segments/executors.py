@@ -72,8 +72,6 @@ class _History(SeenNumbers):
     """Numbers and compiled code of a segment's runs."""
 
     ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
-    row: list[int] = field(default_factory=list)
-    """Number of its floats, and the positions of those that change."""
 
 
 @dataclass(eq=False)
@@ -205,16 +203,12 @@ class Executors:
         floats, history = call.floats, segment.history
         if history is None:
             history = segment.history = _History()
-        before = history.numbers
         history.see(floats)
         if history.runs == 1 and (at := len(self.changing)) < len(self.changed_before):
             count, *changed = self.changed_before[at]
             if count == len(floats):
                 history.changing.update(changed)
-                history.numbers = None
-        if history.numbers is not before or before is None:
-            history.row = [len(floats), *sorted(history.changing)]
-        self.changing.append(history.row)
+        self.changing.append([len(floats), *sorted(history.changing)])
         return history
 
     def _done(self, name: str, segment: Segment, history: _History, call: Call) -> str:
@@ -223,9 +217,7 @@ class Executors:
         given = way.refused or find(segment, call)
         if isinstance(given, str):
             return given
-        compiled = next(
-            (c for c in way.compiled if c.fits(given, call.floats, history.numbers)), None
-        )
+        compiled = next((c for c in way.compiled if c.fits(given, call.floats)), None)
         if compiled is None:
             if self.count >= MOST:
                 return f"{MOST} parts of the step have been compiled, and no more are"
@@ -264,8 +256,6 @@ class Executors:
                 return f"compiling it failed: {type(error).__name__}"
         if isinstance(made, str):
             return made
-        if numbers.changing == wanted.changing:
-            history.numbers = numbers
         return Compiled(*made, numbers, given.structure)
 
     # Rewritten by the passes.

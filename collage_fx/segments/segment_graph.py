@@ -4,7 +4,7 @@ import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from math import copysign, isfinite, isnan
 from typing import Any, TypeAlias
 
@@ -39,18 +39,12 @@ class Numbers:
         """The values of those that are inputs."""
         return [self.floats[i] for i in self.changing]
 
-    @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        """Each float that changes, with the first that is equal to it."""
-        changing = set(self.changing)
-        return [(i, k) for i, k in enumerate(self.same) if k in changing]
-
     def have(self, floats: list[float]) -> bool:
         """Return True if floats are these, but for those that change, which are equal where these
         are: bit for bit, so that some NaN is not found to be another."""
-        expected = self.floats.copy()
-        for i, k in self._places:
-            expected[i] = floats[k]
+        changing = set(self.changing)
+        pairs = zip(self.floats, self.same, strict=True)
+        expected = [floats[k] if k in changing else x for x, k in pairs]
         return array("d", floats).tobytes() == array("d", expected).tobytes()
 
 
@@ -64,23 +58,18 @@ class SeenNumbers:
     same: list[int] = field(default_factory=list)
     """Position, for each float, of the first that it was always equal to: a rate that many
     parameters have."""
-    numbers: Numbers | None = None
-    """Pattern of the floats, where the last run has brought nothing new; None to look again."""
 
     def see(self, floats: list[float]) -> None:
         """Count a run; note which floats have changed since the one before."""
         self.runs += 1
-        if self.numbers is not None and self.numbers.have(floats):
-            return
         for i, (new, old) in enumerate(zip(floats, self.floats, strict=False)):
             if not same_number(new, old) and isfinite(new) and isfinite(old):
                 self.changing.add(i)
-        first: dict[Any, int] = {}
-        before = self.same or [0] * len(floats)
-        keys = [(k, x, copysign(1, x)) for k, x in zip(before, floats, strict=True)]
+        first: dict[tuple[int, int], int] = {}
+        before, bits = self.same or [0] * len(floats), array("q", array("d", floats).tobytes())
+        keys = zip(before, bits, strict=True)
         self.same = [first.setdefault(key, i) for i, key in enumerate(keys)]
         self.floats = floats
-        self.numbers = self.with_inputs(floats)
 
     def with_inputs(self, floats: list[float]) -> Numbers:
         """Return these floats, those as inputs that have changed."""
@@ -120,10 +109,10 @@ class Compiled:
     numbers: Numbers
     structure: Any
 
-    def fits(self, given: Given, floats: list[float], pattern: Numbers | None) -> bool:
-        """Return True if it is right for a call, of which the floats are as the pattern says."""
+    def fits(self, given: Given, floats: list[float]) -> bool:
+        """Return True if it is right for a call with these floats."""
         before = self.numbers
-        if self.structure != given.structure or not (before is pattern or before.have(floats)):
+        if self.structure != given.structure or not before.have(floats):
             return False
         return self.holds(*[floats[i] for i in before.changing])
 
