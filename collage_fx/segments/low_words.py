@@ -78,8 +78,6 @@ class LowWords:
     drawn: int = 0
     """Roundings by chance that a state had when the step began, at most: one that a tensor made in
     the step replaces goes on from there, with another seed in each step."""
-    who: object = field(default_factory=object)
-    """Object that stands for this in what others remember, and keeps nothing alive."""
 
     def __post_init__(self, dtypes: Iterable[torch.dtype], in_float64: bool) -> None:
         self.wide, self.computed = wider_dtypes(dtypes, in_float64=in_float64)
@@ -271,21 +269,14 @@ class LowWords:
         """Return the residual of a state, made if it has none; None for one that stays plain."""
         tensor = owned.tensor
         before = STORE.get(tensor)
-        if before is not None and before.ensured == self._ensured(owned) and before.fits(tensor):
-            return before
         name = self.storage_for(owned)
         if not name or tensor.dtype not in STORAGES[name].residuals:
             return None
         residual = STORE.ensure(tensor, name, owned.state_name, before, place_of(owned.whole))
         residual.provisional |= before is None
         residual.found |= before is None and owned.group == NOWHERE
-        residual.ensured = self._ensured(owned)
         self._state(tensor).residual = residual
         return residual
-
-    def _ensured(self, owned: Owned) -> tuple[Any, ...]:
-        """Return the key on which the storage for a state depends, once it has a residual."""
-        return self.who, STORE.generation, owned.key, owned.state_name, owned.tensor.dtype
 
     def _split(
         self, storage: Storage, x: Tensor, owned: Owned, residual: Residual
