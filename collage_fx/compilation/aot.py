@@ -32,7 +32,6 @@ from collage_fx.compilation.uncompensated import (
     warn_of_states,
     written_outside,
 )
-from collage_fx.hooks.dynamo_settings import no_full_collection
 from collage_fx.optimizer.checkpoints import state_dicts
 from collage_fx.optimizer.ownership import kept_elsewhere, owners_of
 from collage_fx.passes.codegen import inductor_compile
@@ -112,9 +111,7 @@ def _compile_for_others(
     session: Session, stand_ins: StandsForOthers, inputs: Inputs, example_inputs: Sequence[Any]
 ) -> Code:
     """Compile a graph for parameters that Dynamo has not seen too; note it if that cannot be."""
-    found: Narrow | Code | Unlike
-    with no_full_collection():
-        found = stand_ins.whole_graph(inputs, session.settings)
+    found: Narrow | Code | Unlike = stand_ins.whole_graph(inputs, session.settings)
     if isinstance(found, Narrow):
         found = _compile_parts(session, inputs, found, example_inputs)
     if isinstance(found, Code):
@@ -167,13 +164,12 @@ def _compile_narrow(session: Session, inputs: Inputs, example_inputs: Sequence[A
         return None
     try:
         least, dtypes = partial(least_members, config), compensable_dtypes(config.storage)
-        with no_full_collection():
-            # A guard that Dynamo compiles anew behind pays where it saves many members.
-            unify_equal_counts(inputs.gm, MEMBERS)
-            fact = partial(inputs.fact, settings=config)
-            states = (owned.tensor for _, owned in inputs.owners.values())
-            by_chance = session.rounds_by_chance(states)
-            narrowed = narrow(inputs.gm, fact, least, dtypes, calls=not by_chance)
+        # A guard that Dynamo compiles anew behind pays where it saves many members.
+        unify_equal_counts(inputs.gm, MEMBERS)
+        fact = partial(inputs.fact, settings=config)
+        states = (owned.tensor for _, owned in inputs.owners.values())
+        by_chance = session.rounds_by_chance(states)
+        narrowed = narrow(inputs.gm, fact, least, dtypes, calls=not by_chance)
         if narrowed is not None:
             code = _compile_parts(session, inputs, narrowed, example_inputs)
             return None if isinstance(code, Unlike) else code
@@ -346,15 +342,14 @@ class Compilation:
             joins=joins,
             number=inputs.number,
         )
-        with no_full_collection():
-            program = run_passes(begun(), snapshots=self.session.keep)
-            # A running maximum of a second moment, which needs both words too.
-            if program.takers and program.unlike is None:
-                program = run_passes(begun(program.takers), snapshots=self.session.keep)
-            # An average of weights that another optimizer updates.
-            if program.wholes and program.unlike is None:
-                again = begun(program.keep, program.wholes)
-                program = run_passes(again, snapshots=self.session.keep)
+        program = run_passes(begun(), snapshots=self.session.keep)
+        # A running maximum of a second moment, which needs both words too.
+        if program.takers and program.unlike is None:
+            program = run_passes(begun(program.takers), snapshots=self.session.keep)
+        # An average of weights that another optimizer updates.
+        if program.wholes and program.unlike is None:
+            again = begun(program.keep, program.wholes)
+            program = run_passes(again, snapshots=self.session.keep)
         if program.called and program.result is not None:
             self.calls = calls_of_members(program)
         unlike = program.unlike or inputs.note_results(program, gm)

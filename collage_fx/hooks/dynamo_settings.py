@@ -1,7 +1,7 @@
 """Settings while a step runs or is compiled: Dynamo's limits and errors, garbage collections.
 
 A part of a step that torch.compile fails on is recorded and interpreted. Full garbage collections
-are put off while a step is compiled: one walks through all that torch has made since it was
+are put off in the first steps: one walks through all that torch has made since it was
 imported, some 0.2 s; tracing 30 parameters makes enough objects to set one off, and 300 several.
 Collections of young objects go on.
 """

@@ -13,7 +13,6 @@ from collage_fx.compilation.graph_inputs import Recorded
 from collage_fx.compilation.session import Session
 from collage_fx.compilation.side_inputs import Code
 from collage_fx.errors import CollageError
-from collage_fx.hooks.dynamo_settings import no_full_collection
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.runtime import logs
@@ -244,7 +243,7 @@ class Executors:
         wanted = numbers = history.with_inputs(call.floats)
         for numbers in (wanted, replace(wanted, changing=[])):
             try:
-                with compile_lock, no_full_collection():
+                with compile_lock:
                     made = compile_(segment, given, numbers)
                 break
             except CollageError:
