@@ -217,3 +217,47 @@ def test_optimizers_in_threads_do_not_meet() -> None:
         thread.join()
     for (a, _), (b, _) in zip(alone, together, strict=True):
         assert all(map(torch.equal, values(a), values(b)))
+
+
+class TakenOver(Optimizer):
+    """Writes states in one segment, and the parameters from them in another in each second step."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        params, self.taken = self.param_groups[0]["params"], self.taken + 1
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["slow"] = p.clone()
+            state["slow"].sub_(p.grad, alpha=LR)
+        float(sum(p.grad.float().sum() for p in params))  # ends the segment
+        for p in params if self.taken % 2 == 0 else ():
+            p.copy_(self.state[p]["slow"])
+
+
+def after_ten_steps(dtype: torch.dtype) -> tuple[Tensor, Any]:
+    params = start(dtype)
+    optimizer = TakenOver(params)
+    step: Any = optimizer.step
+    if dtype is torch.bfloat16:
+        step = collage_fx.compile(optimizer, record=True, level="light", storage="mcf2")
+    take(optimizer, step, 0, 10)
+    return torch.cat([collage_fx.value(p).double().flatten() for p in params]), step
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_level_light_compiles_a_writer_after_those_that_read_it(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled before, it drops the low words that they take over; the control does that."""
+    if not waits:
+        monkeypatch.setattr(Executors, "_waits", lambda *_: False)
+    exact, _ = after_ten_steps(torch.float64)
+    found, step = after_ten_steps(torch.bfloat16)
+    begin = torch.cat([p.detach().double().flatten() for p in start(torch.bfloat16)])
+    assert executors_of(step).runs["rewritten"] > 5
+    assert (off(found, exact, begin) < 0.02) is waits
