@@ -61,6 +61,20 @@ def by_getattr(p: Any, g: Tensor) -> Tensor:
     return p.kept
 
 
+def only_asked(p: Any, g: Tensor) -> Tensor:
+    """Ask for an attribute that is there, and assign none."""
+    p *= 0.999
+    begun = getattr(p, "begun", None)
+    return g if begun is None else begun.mul_(0.95).add_(g, alpha=0.05)
+
+
+def only_assigned(p: Any, g: Tensor) -> Tensor:
+    """Assign an attribute to the result of an operation, and ask the parameter for it."""
+    last = p.last if hasattr(p, "last") else torch.zeros_like(p)
+    p.mul_(0.999).last = g.clone()
+    return g + last
+
+
 def only_looked_at(p: Any, g: Tensor) -> Tensor:
     p *= 0.999
     return g if hasattr(p, "not_there") else 2 * g
@@ -73,7 +87,9 @@ def far(average: Callable[[Any, Tensor], Tensor]) -> float:
         torch.compiler.reset()
         generator = torch.Generator().manual_seed(0)
         begin = [torch.randn(3, 2, generator=generator).bfloat16().to(dtype) for _ in range(2)]
-        params: list[Tensor] = [nn.Parameter(t) for t in begin]
+        params: list[Any] = [nn.Parameter(t) for t in begin]
+        for p in params:
+            p.begun = torch.zeros_like(p)
         optimizer = Averaged(params, average)
         step: Any = optimizer.step
         if dtype is torch.bfloat16:
@@ -91,8 +107,11 @@ def far(average: Callable[[Any, Tensor], Tensor]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.*belong to no torch.optim.Optimizer")
-@pytest.mark.parametrize("average", [by_operator, by_method, by_getattr, only_looked_at])
-@pytest.mark.quick("by_operator", "by_getattr", "only_looked_at")
+@pytest.mark.parametrize(
+    "average",
+    [by_operator, by_method, by_getattr, only_asked, only_assigned, only_looked_at],
+)
+@pytest.mark.quick("by_operator", "by_getattr", "only_*")
 def test_attributes_belong_to_the_tensor_under_each_name(
     average: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
