@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -81,8 +81,6 @@ class Residual:
     """Number of roundings by chance of the last word; each takes another seed."""
     expected: Expected | None = None
     """Expectation of both at the next step, if the residual is from a checkpoint."""
-    ensured: Any = None
-    """Owner, generation, key, name and dtype for which a recorded step last found it right."""
     lent: tuple[int, ...] = ()
     """The versions of the components when a state dict was given them, until the next step."""
     provisional: bool = False
