@@ -12,6 +12,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
 from collage_fx.passes.rewrite.lower import lowered_function
 from collage_fx.runtime import logs
 from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.residuals.memory import has_memory, is_negated
 from collage_fx.runtime.residuals.residual import Residual, next_draw
 from collage_fx.runtime.storage.registry import (
     STORAGES,
@@ -61,6 +62,8 @@ def _added_by_kernel(total: Tensor, residual: Residual, fresh: Tensor) -> bool:
     if residual.packed or is_by_chance(residual.storage) or device in _WITHOUT or not all(alike):
         return False
     if not (total.numel() and total.is_contiguous()) or type(fresh) is not type(total):
+        return False
+    if is_negated(total) or is_negated(fresh) or not has_memory(fresh):
         return False
     try:
         kernel = _kernel(residual.storage, total.dtype, fresh.dtype)

@@ -64,7 +64,7 @@ class Sum:
             return
         self._enter()
         self.asked, self.last = True, None
-        given = p.grad
+        given = p.grad.resolve_neg() if p.grad is not None and p.grad.is_neg() else p.grad
         if given is None:
             self._look_back((address(p), version(p)))
         elif why := _obstacle(fresh, given, self.storage):

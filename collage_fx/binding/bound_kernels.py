@@ -170,7 +170,9 @@ def current_residuals(known: Iterable[Gathered]) -> dict[int, tuple[Tensor, Resi
     known = list(known)
     current = {id(t): (t, r) for one in known for t, r in one.current}
     looked_at = [r.expected is not None or r.renewed is not False for _, r in current.values()]
-    if any(looked_at) or any([one.replaced for one in known]):
+    # A gradient with a residual that is zeroed: who adds to it next finds it zero.
+    replaced = [not r.of_gradient for one in known for _, r in one.replaced]
+    if any(looked_at) or any(replaced):
         raise Unrepeatable("residuals are dropped, or have to be looked at")
     if any([one.leaves_unnoted for one in known]):
         raise Unrepeatable("it does not note changes that others do")

@@ -6,7 +6,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from collage_fx.passes.ir.program import LOW_PRECISION
-from collage_fx.runtime.residuals.residual import Residual, Sums
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 
 Pairs: TypeAlias = list[tuple[Tensor, Residual]]
@@ -24,8 +25,8 @@ class ReadGradients:
             looks: whether others than gradients may have a residual among them.
         """
         at = dict(zip(map(id, given), range(len(given)), strict=True))
-        self.read = [(at[id(t)], r.storage, r.name) for t, r in read]
-        """The positions of these gradients, with the storages and the names of their residuals."""
+        self.read = [(at[id(t)], t.dtype, r.storage, r.name) for t, r in read]
+        """Positions and dtypes of these gradients, storages and names of their residuals."""
         others = {*at.values()}.difference(k for k, *_ in self.read)
         self.plain = [k for k in others if given[k].dtype in LOW_PRECISION]
         """The positions of tensors that have no residual."""
@@ -48,9 +49,12 @@ class ReadGradients:
             return None
         tensors = [given[k] for k, *_ in self.read]
         pairs: Pairs = []
-        for (_, storage, name), t, r in zip(self.read, tensors, STORE.of(tensors), strict=True):
+        found = zip(self.read, tensors, STORE.of(tensors), strict=True)
+        for (_, dtype, storage, name), t, r in found:
             if r is None:  # of one backward pass only
-                r = STORE.adopt(t, None, storage, name, Sums())
+                if t.dtype is not dtype or not has_memory(t):
+                    return None
+                r = Residual.of_none(t, storage, name)
             if r.storage != storage or r.expected is not None or not r.belongs(t):
                 return None
             pairs.append((t, r))

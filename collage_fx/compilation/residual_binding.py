@@ -116,7 +116,8 @@ class Residuals:
         found, generation = STORE.of(tensors), STORE.generation
         pairs = zip(tensors, found, strict=True)
         clear_stale([(t, r) for t, r in pairs if r is not None], self.named)
-        ownerless = [] if self.introduced and all(found) else self._introduce(tensors)
+        known = [r is not None or c.gradient for r, c in zip(found, self.carried, strict=False)]
+        ownerless = [] if self.introduced and all(known) else self._introduce(tensors)
         self.introduced = True
         if self.ensured != (generation, list(map(id, found))):
             found = [
@@ -147,7 +148,7 @@ class Residuals:
         """Return the residual of a state as the graph takes it, given the one that it has."""
         storage, name = self.storage_for(carried), carried.state_name
         if carried.gradient and found is None:
-            return STORE.adopt(tensor, None, storage, name, Sums())
+            return Residual.of_none(tensor, storage, name)
         return STORE.ensure(tensor, storage, name, found, carried.place)
 
     @property

@@ -442,6 +442,8 @@ class _Step:
             why = _TWO_STORAGES
         elif self.shares_gradients:
             why = _ONE_GRADIENT
+        elif any(isinstance(a, Tensor) and a.is_neg() for a in args):
+            why = _NEGATED
         else:
             return
         self.session.record_instead(why)
@@ -500,6 +502,10 @@ class _Step:
 
 _TWO_STORAGES = (
     "the step has a NumPy array and a tensor on the same memory, which torch.compile does not know"
+)
+_NEGATED = (
+    "a tensor is the negative of its memory, as autograd makes of conjugated complex numbers, "
+    "which torch.compile does not know"
 )
 _BOUND = "a graph is bound to its tensors: repeated behind Dynamo's guards"
 _NUMBER = "a float64 tensor without dimensions is written, which torch.compile forgets"

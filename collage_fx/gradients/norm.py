@@ -78,6 +78,16 @@ def norm_over(optimizers: Sequence[Optimizer]) -> GradientNorm:
         return norm
 
 
+def resolve_gradients(optimizer: Optimizer) -> None:
+    """Give parameters gradients of which memory has the values, and not their negatives.
+
+    Kernels read memory, and stock torch.compile takes that for the values too.
+    """
+    for p in params_within(optimizer):
+        if p.grad is not None and p.grad.is_neg():
+            p.grad = p.grad.resolve_neg()
+
+
 def gradients_of(*optimizers: Optimizer) -> list[Tensor]:
     """Return the gradients of the parameters of optimizers, and of what these wrap.
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from collage_fx.binding.backoff import Backoff
 from collage_fx.compilation.session import Outcome, Session
 from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, looked_at
+from collage_fx.gradients.norm import resolve_gradients
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.fused import has_fused_groups, traceable
 from collage_fx.passes.ir.program import Unlike
@@ -125,6 +126,7 @@ class StandInSteps:
         ):
             return None
         steps.check_states()
+        resolve_gradients(optimizer)
         fused = has_fused_groups(optimizer)
         with traceable(optimizer, asks=True) if fused else nullcontext(True) as wanted:
             members = members_of(optimizer)

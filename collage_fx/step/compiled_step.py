@@ -19,6 +19,7 @@ from collage_fx.changes.sharded import ShardedWrites
 from collage_fx.dynamo.backend import Backend
 from collage_fx.errors import CollageError, OptionError
 from collage_fx.gradients.clipping import Clipping
+from collage_fx.gradients.norm import resolve_gradients
 from collage_fx.gradients.scaled_step import zero_gradients
 from collage_fx.hooks import distributed_state_dicts, nested_compile
 from collage_fx.hooks.dynamo_settings import FIRST, many_graphs, no_full_collection
@@ -193,6 +194,7 @@ class CompiledStep:
 
     def _in_full(self, *args: Any, **kwargs: Any) -> Any:
         asks = self.check.wanted or not self.steps.quiet
+        resolve_gradients(_alive(self.optimizer))
         done = functools.partial(self._unfused, asks, self.run)
         if self.check.wanted:
             result = self.check.step(_alive(self.optimizer), done, args, kwargs)

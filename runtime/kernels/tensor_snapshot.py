@@ -204,6 +204,7 @@ extern "C" int unchanged(const Snapshot* s, PyObject* attributes, PyObject* more
 
 extern "C" int holds(const Snapshot* s, PyObject* args) {
   const Py_ssize_t size = PyTuple_GET_SIZE(s->tensors);
+  if (size < s->guarded) return 0;  // another thread has let go of them
   for (Py_ssize_t k = 0; k < size; ++k)
     if (s->places[k] >= 0 &&
         PyTuple_GET_ITEM(args, s->places[k]) != PyTuple_GET_ITEM(s->tensors, k))

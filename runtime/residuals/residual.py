@@ -125,6 +125,11 @@ class Residual:
         self.packed = self._kind.packed
         self.settle(tensor)
 
+    @classmethod
+    def of_none(cls, tensor: Tensor, storage: str, name: StateName) -> "Residual":
+        """Return a residual of zeros that nobody keeps, for a gradient that has none."""
+        return cls(tensor, storage, name, sums=Sums())
+
     @property
     def _kind(self) -> Storage:
         return STORAGES[self.storage]

@@ -290,8 +290,9 @@ class ResidualStore:
     def drop(self, tensor: Tensor) -> None:
         """Forget the residual of tensor."""
         _, residual = self._residuals.pop(id(tensor))
-        for key in [key for key, r in self._of_memory.items() if r is residual]:
-            del self._of_memory[key]
+        for key in list(self._of_memory):
+            if self._of_memory.get(key) is residual:
+                del self._of_memory[key]
         self.generation += 1
 
     def convert(self, tensor: Tensor, storage: str, place: Place | None = None) -> Residual:
@@ -361,8 +362,10 @@ class ResidualStore:
 
     def by_memory(self) -> Iterator[tuple[Tensor, Residual]]:
         """Yield new tensors on the memory that later tensors may share, with its residuals."""
-        for (storage, offset, size, stride, dtype), residual in list(self._of_memory.items()):
-            if not storage.expired():
+        # A list of keys makes no tuples, for which garbage may be collected, and entries with it.
+        for storage, offset, size, stride, dtype in list(self._of_memory):
+            residual = self._of_memory.get((storage, offset, size, stride, dtype))
+            if residual is not None and not storage.expired():
                 yield tensor_on(storage, dtype, size, stride, offset), residual
 
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:

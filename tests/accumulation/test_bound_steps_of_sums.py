@@ -140,3 +140,56 @@ def test_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.zero_grad()
         held = [r for _, r in STORE if r.of_gradient]
         assert not held
+
+
+def test_zeroed_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that the step sets to zero are the same tensors in each step."""
+
+    def change(optimizer: Optimizer, i: int) -> None:
+        if i == 0:
+            optimizer.zero_grad(set_to_none=False)
+        wanted = params_of(optimizer)
+        for k in range(2):
+            draw = torch.Generator().manual_seed(100 * i + k)
+            given = [torch.randn(p.shape, generator=draw).bfloat16() for p in wanted]
+            torch.autograd.backward(wanted, given)
+
+    def make() -> Optimizer:
+        optimizer = AdamW(params(0), lr=1e-3)
+        collage_fx.compile_(optimizer, zero_grads=True)
+        collage_fx.accumulate(optimizer)
+        return optimizer
+
+    monkeypatch.setattr("repeated_steps.give_gradients", lambda *_: None)
+    assert {8, 11} <= {*compare(monkeypatch, make, 12, change)}
+
+
+def as_sparse(p: torch.Tensor, optimizer: Optimizer) -> None:
+    p.grad = p.grad.to_sparse()  # type: ignore[union-attr]
+
+
+def as_state(p: torch.Tensor, optimizer: Optimizer) -> None:
+    p.grad = optimizer.state[p]["momentum_buffer"]
+
+
+def in_fp32(p: torch.Tensor, optimizer: Optimizer) -> None:
+    given, p.grad = p.grad, None
+    p.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    p.grad = given.float()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("replace", [as_sparse, as_state, in_fp32])
+def test_other_gradients(monkeypatch: pytest.MonkeyPatch, replace: Any) -> None:
+    """What is no sum gets no residual by being looked at."""
+    if replace is in_fp32 and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has gradients in the dtype of the parameter only")
+
+    def change(optimizer: Optimizer, i: int) -> None:
+        p = params_of(optimizer)[2]
+        add_up(optimizer, i)
+        if i == 8:
+            replace(p, optimizer)
+
+    make = functools.partial(with_sums, SGD, momentum=0.0 if replace is as_sparse else 0.9)
+    repeats = compare(monkeypatch, make, 9, change)
+    assert 7 in repeats and 8 not in repeats
