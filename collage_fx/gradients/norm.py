@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -78,12 +78,12 @@ def norm_over(optimizers: Sequence[Optimizer]) -> GradientNorm:
         return norm
 
 
-def resolve_gradients(optimizer: Optimizer) -> None:
+def resolve_gradients(params: Iterable[Tensor]) -> None:
     """Give parameters gradients of which memory has the values, and not their negatives.
 
     Kernels read memory, and stock torch.compile takes that for the values too.
     """
-    for p in params_within(optimizer):
+    for p in params:
         if p.grad is not None and p.grad.is_neg():
             p.grad = p.grad.resolve_neg()
 

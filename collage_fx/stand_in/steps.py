@@ -23,6 +23,7 @@ from collage_fx.compilation.side_inputs import Noted, Observed, is_looked_at, lo
 from collage_fx.gradients.norm import resolve_gradients
 from collage_fx.hooks.optimizer_hooks import has_foreign_hooks
 from collage_fx.optimizer.fused import has_fused_groups, traceable
+from collage_fx.optimizer.ownership import params_of
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.record.steps import Steps
 from collage_fx.runtime.kernels import left_out
@@ -126,7 +127,7 @@ class StandInSteps:
         ):
             return None
         steps.check_states()
-        resolve_gradients(optimizer)
+        resolve_gradients(params_of(optimizer))
         fused = has_fused_groups(optimizer)
         with traceable(optimizer, asks=True) if fused else nullcontext(True) as wanted:
             members = members_of(optimizer)

@@ -34,6 +34,7 @@ from collage_fx.optimizer.ownership import (
     argument_tensors,
     family,
     params_of,
+    params_within,
     tensors_of_callable,
 )
 from collage_fx.optimizer.served import Report, put_in_place
@@ -194,7 +195,7 @@ class CompiledStep:
 
     def _in_full(self, *args: Any, **kwargs: Any) -> Any:
         asks = self.check.wanted or not self.steps.quiet
-        resolve_gradients(_alive(self.optimizer))
+        resolve_gradients(params_within(_alive(self.optimizer)))
         done = functools.partial(self._unfused, asks, self.run)
         if self.check.wanted:
             result = self.check.step(_alive(self.optimizer), done, args, kwargs)
