@@ -180,7 +180,7 @@ def in_fp32(p: torch.Tensor, optimizer: Optimizer) -> None:
 
 @pytest.mark.parametrize("replace", [as_sparse, as_state, in_fp32])
 def test_other_gradients(monkeypatch: pytest.MonkeyPatch, replace: Any) -> None:
-    """What is no sum gets no residual by being looked at."""
+    """Tensors that are no sums get no residual by being looked at."""
     if replace is in_fp32 and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch has gradients in the dtype of the parameter only")
 

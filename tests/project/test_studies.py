@@ -101,6 +101,7 @@ class FakeRunner:
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(run, "Runner", FakeRunner)
+    monkeypatch.setattr(run, "missing", lambda _: "")  # no text is read
     monkeypatch.setattr(sys, "argv", ["run.py", "--only", "try", "--out", str(tmp_path)])
     monkeypatch.setattr(run.logging, "disable", lambda _: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)

@@ -184,7 +184,7 @@ def test_a_function_is_given_a_state_twice(monkeypatch: pytest.MonkeyPatch) -> N
     found = calls(collage_fx.compile(update, **options), torch.bfloat16, [6, 8, 10])
     assert (found - exact).abs().max() < 2e-6
     monkeypatch.setattr(side_inputs, "Apart", Blind)
-    monkeypatch.setattr(side_inputs.Code, "reads_residual", lambda *_: [])
+    monkeypatch.setattr(side_inputs.Code, "meets_residual", lambda *_: False)
     torch.compiler.reset()
     found = calls(collage_fx.compile(update, **options), torch.bfloat16, [6, 8, 10])
     assert (found - exact).abs().max() > 1e-5
