@@ -12,7 +12,7 @@ from collage_fx.passes.codegen.multi_tensor_kernel import MultiTensorKernel
 from collage_fx.passes.rewrite.lower import lowered_function
 from collage_fx.runtime import logs
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.residuals.memory import has_memory, is_negated
+from collage_fx.runtime.residuals.memory import has_values
 from collage_fx.runtime.residuals.residual import Residual, next_draw
 from collage_fx.runtime.storage.registry import (
     STORAGES,
@@ -58,12 +58,13 @@ def _whole(storage: str, hi: Tensor, *lows: Tensor) -> Tensor:
 def _added_by_kernel(total: Tensor, residual: Residual, fresh: Tensor) -> bool:
     """Add by one kernel, if there is one for these; return True then."""
     lows, device = residual.components, total.device.type
-    alike = [x.stride() == total.stride() for x in (fresh, *lows)]
-    if residual.packed or is_by_chance(residual.storage) or device in _WITHOUT or not all(alike):
+    if residual.packed or is_by_chance(residual.storage) or device in _WITHOUT:
         return False
-    if not (total.numel() and total.is_contiguous()) or type(fresh) is not type(total):
+    if type(fresh) is not type(total) or not (has_values(total) and has_values(fresh)):
         return False
-    if is_negated(total) or is_negated(fresh) or not has_memory(fresh):
+    if not (total.numel() and total.is_contiguous()):
+        return False
+    if not all([x.stride() == total.stride() for x in (fresh, *lows)]):
         return False
     try:
         kernel = _kernel(residual.storage, total.dtype, fresh.dtype)

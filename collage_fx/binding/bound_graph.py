@@ -130,11 +130,8 @@ class _Kernels:
         if not self.bound.fit() or list(map(_kind, values)) != self.kinds:
             return None
         every = (*args, *components_of(gradients))
-        given, written = (
-            [every[i] for i in self.given],
-            [self.snapshot.tensors[k] for k in self.counted_up],
-        )
-        results = self.bound.run(given, values, written)
+        written = [self.snapshot.tensors[k] for k in self.counted_up]
+        results = self.bound.run([every[i] for i in self.given], values, written)
         return tuple(results) if self.members is None else self.members.results(results, args)
 
 

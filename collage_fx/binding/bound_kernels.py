@@ -95,7 +95,7 @@ class BoundKernels:
             raise Unrepeatable("it takes other tensors than parameters, gradients and states")
         seeds = range(len(every), len(every) + len(self._devices))
         made = range(seeds.stop, seeds.stop + len(self.direct.made))
-        nowhere = [_NOWHERE for _ in self.direct.constants]
+        nowhere = [_NOWHERE] * len(self.direct.constants)
         known = [_NOWHERE if k is None else k for k in found]
         return [*known, *seeds, *[at[id(m)] for m in memory], *nowhere, *made]
 

@@ -30,7 +30,6 @@ class ReadGradients:
         others = {*at.values()}.difference(k for k, *_ in self.read)
         self.plain = [k for k in others if given[k].dtype in LOW_PRECISION]
         """The positions of tensors that have no residual."""
-
         self.looks = looks or bool(read)
 
     @property

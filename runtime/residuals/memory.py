@@ -129,10 +129,10 @@ def shared_between_storages(tensors: Iterable[Tensor]) -> bool:
     return len(shared) > 1 and overlapping(shared, by_address=True) != overlapping(shared)
 
 
-def is_negated(t: Tensor) -> bool:
-    """Return True if memory does not have the values: negated ones, as of complex numbers that
-    autograd has conjugated, or none, as of a tensor of zeros that it has not made yet."""
-    return t.is_neg() or t._is_zerotensor()
+def has_values(t: Tensor) -> bool:
+    """Return True if a tensor's memory has its values, and not their negatives, as of conjugated
+    complex numbers, or none, as of zeros that autograd has not made yet."""
+    return has_memory(t) and not (t.is_neg() or t._is_zerotensor())
 
 
 def is_expanded(t: Tensor) -> bool:

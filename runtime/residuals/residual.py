@@ -367,8 +367,10 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
 
 def memory_of(residuals: Sequence[Residual]) -> list[Tensor]:
     """Return the memory that kernels write beside tensors: components, and bits of changes."""
-    noted = [r.changes.bits for r in residuals if r.changes is not None]
-    return [*[c for r in residuals for c in r.components], *[b for b in noted if b is not None]]
+    bits = [
+        r.changes.bits for r in residuals if r.changes is not None and r.changes.bits is not None
+    ]
+    return [*[c for r in residuals for c in r.components], *bits]
 
 
 def settle_at_end(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
@@ -417,9 +419,11 @@ def clear_stale(
     with tied weights or with two tensors on one memory."""
     for tensor, residual in unsure:
         expected, then = residual.expected or held.get(id(residual)), _IN_TIME
+        # `words` of each state after a load is a call too many.
+        words = residual.words(tensor) if residual.packed and expected else residual.components
         if not all_fit and not fit([(tensor, residual)]):  # `ensure` replaces it
             why = _CHANGED if residual.has_content() else ""
-        elif expected is not None and expected(tensor, *residual.words(tensor)):
+        elif expected is not None and expected(tensor, *words):
             why, residual.expected, held[id(residual)] = "", None, expected
         elif expected is None and residual.kept is None and residual.is_present(tensor):
             why = ""

@@ -20,12 +20,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/studies"))
 import analyse
 import run
-import strategies
 import tasks
 from cells import STUDIES, Cell
 from differences import gaps, kept, load, margin_of
 from equivalence import holm, mean_of, quantile, spearman, student, tost
 from shadow import Shadow, rows
+from study_runs import trained
 
 SHORT = replace(tasks.TASKS["train"], steps=3)
 Row = dict[str, Any]
@@ -34,19 +34,6 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module")
 def model() -> tasks.Model:
     return tasks.model(SHORT)
-
-
-def trained(model: tasks.Model, task: tasks.Task, strategy: str, optimizer: str) -> Tensor:
-    """Return the values of each seed after the steps of a task."""
-    start = tasks.start(task, model)
-    stack = run.Stack(start, task, apart=optimizer in run.APART)
-    training = strategies.begin(strategy, optimizer, 0.999, stack.start)
-    for batch in tasks.batches(task):
-        model.losses(stack.named(training.weights), *batch).sum().backward()
-        training.step(1e-2)
-        for w in training.weights:
-            w.grad = None
-    return stack.rows(training.values())
 
 
 @pytest.mark.parametrize(

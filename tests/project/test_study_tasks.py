@@ -22,6 +22,7 @@ import strategies
 import tasks
 import words
 from cells import STUDIES, Cell
+from study_runs import trained
 
 TINY = tasks.byte_model.Size(width=16, heads=2, context=8, batch=2)
 
@@ -80,19 +81,6 @@ def test_adapters_begin_as_the_model_that_they_are_for(
     assert not torch.equal(losses, model.losses(moved, *batch))
 
 
-def trained(task: tasks.Task, optimizer: str) -> torch.Tensor:
-    """Return the values of each seed after the steps of a task, in bf16."""
-    model = tasks.model(task)
-    stack = run.Stack(tasks.start(task, model), task, apart=optimizer in strategies.APART)
-    training = strategies.begin("bf16", optimizer, 0.999, stack.start, stack.each)
-    for batch in tasks.batches(task):
-        model.losses(stack.named(training.weights), *batch).sum().backward()
-        training.step(1e-2)
-        for w in training.weights:
-            w.grad = None
-    return stack.rows(training.values())
-
-
 @pytest.mark.parametrize("name", ["lora", "muon", "digits", "words"])
 def test_seeds_of_one_process_have_the_bits_of_each_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,9 +91,10 @@ def test_seeds_of_one_process_have_the_bits_of_each_alone(
     task = replace(tasks.TASKS[name], size=TINY, seeds=2, steps=2)
     task = replace(task, pretraining=2 if task.rank else 0)
     optimizer = "Muon" if name == "muon" else "AdamW"
-    together = trained(task, optimizer)
+    together = trained(tasks.model(task), task, "bf16", optimizer)
     for seed in range(2):
-        alone = trained(replace(task, seeds=1, first_seed=seed), optimizer)
+        one = replace(task, seeds=1, first_seed=seed)
+        alone = trained(tasks.model(one), one, "bf16", optimizer)
         assert torch.equal(together[seed], alone[0])
         # The control: another seed has other bits.
         assert not torch.equal(together[1 - seed], alone[0])
