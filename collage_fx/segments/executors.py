@@ -46,7 +46,7 @@ SEEN = 2
 """The run in which a structure is compiled: what runs once is not worth it."""
 _PASSED_ON = "16-bit values go on from it to other parts of the step, which would be rounded"
 PATIENCE = 3
-"""Number of runs more that a segment may wait to be compiled."""
+"""Number of steps more that a segment may wait to be compiled."""
 MOST = 64
 """Number of times that segments of one step are compiled at most; others are interpreted."""
 
@@ -70,6 +70,8 @@ class _Way:
 class _History(SeenNumbers):
     """Numbers and compiled code of a segment's runs."""
 
+    begun: int = 0
+    """The step of the first."""
     ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
 
 
@@ -94,6 +96,8 @@ class Executors:
     """Number of floats of each segment of this step, with the positions of those that change."""
     changed_before: list[list[int]] = field(default_factory=list)
     """Numbers of the last step before a checkpoint, as `changing`."""
+    steps: int = 0
+    """Number of steps, with that which is being taken."""
     count: int = 0
     """Number of times that a segment was compiled."""
     runs: Counter[str] = field(default_factory=Counter)
@@ -105,7 +109,7 @@ class Executors:
     written: set[Any] = field(default_factory=set)
     """The places of the states that graphs of the passes have written."""
     readers: Readers = field(default_factory=Readers)
-    """Segments that read states and are not compiled yet, at level light."""
+    """Segments that read whole states, or may for all that the passes know yet, at level light."""
     plans: dict[int, StatePlan] = field(default_factory=dict)
     """Tensor -> its verdict, of the states that rewritten segments wrote in this step."""
 
@@ -127,6 +131,7 @@ class Executors:
                 to see graphs, and after a checkpoint, to be bit-equal to the run that goes on
                 unbroken, whose segments are compiled by now.
         """
+        self.steps += 1
         self.plans.clear()
         self.left.clear()
         self.changing.clear()
@@ -140,6 +145,8 @@ class Executors:
         Raises the CollageError that a user has asked for, before anything of it is written.
         """
         history = self._history(segment, call)
+        if self.session.config.level == "light" and not history.ways["rewritten"].compiled:
+            self.readers.add(segment, call)
         obstacle = self._obstacle(segment)
         if self.words.plain and len(call.plain) == len(segment.strands):
             pass  # nothing is compensated: as in eager PyTorch, to the bit
@@ -149,15 +156,12 @@ class Executors:
                 self.logged.add(obstacle)
                 self._log(segment, f"interpreted: {obstacle}")
         elif history.runs >= self.seen and not self._waits(segment, history, call):
-            self.readers.discard(segment)
             for name in self.ways:
                 why = self._done(name, segment, history, call)
                 if not why:
                     self.runs[name] += 1
                     return
                 self.left.setdefault(segment, why)
-        elif self.session.config.level == "light":
-            self.readers.add(segment, call)
         self.runs["interpreted"] += 1
         WholeValues(segment, call, self.words).run()
 
@@ -170,7 +174,7 @@ class Executors:
 
         Level light would have it drop residuals that those turn out to need.
         """
-        return history.runs < self.seen + PATIENCE and any(
+        return self.steps - history.begun < self.seen + PATIENCE - 1 and any(
             residual.provisional
             for owned in self.readers.of_written(segment, call)
             if (residual := STORE.get(owned.tensor)) is not None
@@ -201,7 +205,7 @@ class Executors:
     def _history(self, segment: Segment, call: Call) -> _History:
         floats, history = call.floats, segment.history
         if history is None:
-            history = segment.history = _History()
+            history = segment.history = _History(begun=self.steps)
         history.see(floats)
         if history.runs == 1 and (at := len(self.changing)) < len(self.changed_before):
             count, *changed = self.changed_before[at]
@@ -309,29 +313,33 @@ class Executors:
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
         # All of them, as the weight of a state is not known where others scale what it enters.
-        for find, _ in code.reads:
-            if (read := find(args)) is not None:
-                for owned in self.words.states_in(read):
-                    self._want(owned)
+        read = [t for find, _ in code.reads if (t := find(args)) is not None]
+        for owned in self._states(read):
+            self._want(owned)
+        if not read:
+            self.readers.discard(segment)
         if code.refused or code.reads_residual(args):
             return _PASSED_ON
         if self.computes_anew(code, args):
             return "it computes a parameter anew instead of adding to it"
         code.compile_kernels()
+        written = [t for t, writes in zip(args, segment.writes, strict=False) if writes]
+        for owned in self._states(written):
+            if self.readers.of(owned):
+                self.keep(owned)
         code.conclude(args)
         return partial(self._run_code, code), float_guard(mode, fakes)
+
+    def _states(self, tensors: list[Tensor]) -> list[Owned]:
+        return [owned for t in tensors for owned in self.words.states_in(t)]
 
     def computes_anew(self, code: Code, args: tuple[Any, ...]) -> bool:
         """Return True if a graph stores in a parameter what it rounds: no sum, or not its own one.
 
         On whole values that has a low word.
         """
-        return any(
-            owned.owner != "state"
-            for find in code.anew
-            if (tensor := find(args)) is not None
-            for owned in self.words.states_in(tensor)
-        )
+        anew = [t for find in code.anew if (t := find(args)) is not None]
+        return any(owned.owner != "state" for owned in self._states(anew))
 
     def _want(self, owned: Owned) -> None:
         """Have a state keep a low word for who reads it, though its own updates need none."""

@@ -340,12 +340,13 @@ class Readers:
         for segments in self.of_place.values():
             segments.discard(segment)
 
+    def of(self, owned: Owned) -> set[Segment]:
+        """Return the segments that read a state."""
+        return self.of_place.get(owned.place, set())
+
     def of_written(self, segment: Segment, call: Call) -> list[Owned]:
-        """Return the states that a segment writes and others read."""
-        if not self.of_place:
-            return []
-        written = _states(segment, call, written=True)
-        return [o for o in written if self.of_place.get(o.place, set()) - {segment}]
+        """Return the states that a segment writes and others read, or this one in another call."""
+        return [o for o in _states(segment, call, written=True) if self.of(o)]
 
 
 def _states(segment: Segment, call: Call, *, written: bool) -> Iterator[Owned]:
