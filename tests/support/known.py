@@ -12,7 +12,12 @@ KNOWN: dict[str, Callable[[Program, Run], bool]] = {
             and dict(program.options)["level"] == "light"
             and any(line.text.startswith("if k % 2") for line in program.lines)
         )
-    )
+    ),
+    "a clipped gradient of one number is rounded where there is no compiler": (
+        lambda program, run: (
+            bool(dict(program.options).get("clip_grad_norm")) and () in program.shapes
+        )
+    ),
 }
 """A defect that is open -> whether a run, with what it was seen to do, may have it, and does not
 count then. Delete the entry when the defect is mended, and put a program into mended.py."""
