@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.pool import Pool
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,9 @@ _SHARERS: _Names = {
     torch.UntypedStorage: ("data_ptr",),
     threading.Thread: ("start",),
     ThreadPoolExecutor: ("submit",),
+    threading.Event: ("set",),
+    # Its queues are written in C, and have no attributes to set.
+    Pool: ("apply_async", "_map_async", "imap", "imap_unordered"),
     queue.Queue: ("put",),
 }
 """Methods after which somebody may read a tensor's memory, or any, whenever they want."""
