@@ -119,7 +119,9 @@ class Direct:
         """Return the results of `rest` for the graph's inputs."""
         if self.compiled is None:
             return []
-        return list(self.compiled([values[i] for i in self.inputs]))
+        # As AOTAutograd calls it, which a bound graph does without: libraries write `out=`.
+        with torch.no_grad():
+            return list(self.compiled([values[i] for i in self.inputs]))
 
 
 def kernels_in(gm: GraphModule) -> list[tuple[str, torch.device]]:
