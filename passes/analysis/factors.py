@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import CHOOSING, DECIDING, LERP, MUCH
-from collage_fx.passes.ir.graph_memory import draws
+from collage_fx.passes.ir.graph_memory import MATRIX_SUMS, PUTS, draws
 from collage_fx.passes.ir.program import Carried, Program, Slice, graph_of, is_tensor, value_of
 
 aten = torch.ops.aten
@@ -126,6 +126,11 @@ def _computed(node: Node, read: Read) -> Terms:
         return _one_of(near[1:])
     if target in CHOOSING or target in _GATHERING:
         return _one_of(near)
+    name = getattr(target, "_opname", "")
+    if name in PUTS:
+        return _one_of([read(a) for a in node.all_input_nodes if _is_float(a)])
+    if name in MATRIX_SUMS:
+        return _sum(near[0], reduce(_product, near[1:]))
     if target in _INVERSE or (target is aten.pow.Tensor_Scalar and _is_negative(node.args[1])):
         return _inverse(near[0])
     if target is aten.exp.default:
@@ -135,6 +140,10 @@ def _computed(node: Node, read: Read) -> Terms:
         return reduce(_product, near)
     operands = [_operand(a, read) for a in (*node.args, *node.kwargs.values())]
     return arithmetic(*operands)
+
+
+def _is_float(node: Node) -> bool:
+    return is_tensor(node) and value_of(node).is_floating_point()
 
 
 def _operand(a: Any, read: Read) -> Terms:

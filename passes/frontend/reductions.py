@@ -16,7 +16,7 @@ from collage_fx.passes.frontend.single_elements import (
     tensors_of,
 )
 from collage_fx.passes.frontend.slice import elementwise, shape_of
-from collage_fx.passes.ir.graph_memory import ORIGIN, WIDENED, mutations
+from collage_fx.passes.ir.graph_memory import ORIGIN, PLACES, WIDENED, mutations
 from collage_fx.passes.ir.program import (
     CASTS,
     CONVERT,
@@ -234,14 +234,18 @@ class _Widening:
     def _reduced_operands(self, node: Node) -> list[Node] | None:
         """Return the operands that are results of reductions; None if a node is not of their kind.
 
-        It is if all others are scalars, and it is elementwise and no larger, or moves elements.
+        It is if all others are scalars, and it is elementwise and no larger, or moves elements,
+        whatever the indices.
         """
         operands = [a for a in node.all_input_nodes if tensors_of(a)]
+        places = getattr(node.target, "_opname", "") in PLACES
+        if places:
+            operands = [a for a in operands if any(t.is_floating_point() for t in tensors_of(a))]
         of = [a for a in operands if a in self.wide or a in self.reduced]
         if not operands or not all(a in of or a in self.scalars for a in operands):
             return None
         small = _is_done_by_element(node, of or operands)
-        return of if small or node.target in MOVES else None
+        return of if small or places or node.target in MOVES else None
 
     def _widen(self, node: Node) -> None:
         """Put a node in fp32 behind a 16-bit one, and its rounding in place of that."""

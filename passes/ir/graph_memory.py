@@ -18,6 +18,18 @@ ORIGIN = "origin"
 canonical graph, that for the expanded one, and that for the lowered one."""
 WIDENED = "widened"
 """The key in a node's meta: whether its value would be rounded to 16 bits but for `reductions`."""
+PUTS = frozenset(
+    {
+        *("diagonal_scatter", "index_add", "index_copy", "index_put", "index_reduce"),
+        *("masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce", "select_scatter"),
+        *("slice_scatter",),
+    }
+)
+"""Names of operations that put tensors into places of a tensor, or add them up there."""
+MATRIX_SUMS = frozenset({"addbmm", "addmm", "addmv", "addr", "baddbmm"})
+"""Names of operations that add a product of matrices to a tensor."""
+PLACES = (PUTS | MATRIX_SUMS) | {"bmm", "gather", "index", "index_select", "mm", "slice", "take"}
+"""Names of operations that bring numbers together by their places; indices are no numbers."""
 
 
 def mutations(graph: Graph) -> dict[Any, Any]:

@@ -72,7 +72,7 @@ def error(
 
 
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.quick("row_sums", "products")
+@pytest.mark.quick("row_sums", "products", "put", "added", "matrix_sum")
 def test_what_scales_a_state_is_computed_of_whole_values(name: str) -> None:
     assert error(SCALED[name]) < 0.006
     assert error(SCALED[name], without=("escape",)) > 0.012

@@ -71,6 +71,10 @@ def exchanged(p: Tensor, g: Tensor, state: Any) -> None:
     state["v"].copy_(x)
 
 
+def _zeros(p: Tensor) -> Tensor:
+    return torch.zeros(8, 1, dtype=p.dtype)
+
+
 SCALED: dict[str, Update] = {
     "row_sums": kept(lambda p: p.sum(-1, keepdim=True)),
     "largest": kept(lambda p: p.abs().max()),
@@ -79,6 +83,9 @@ SCALED: dict[str, Update] = {
     "norm_inf": kept(lambda p: p.norm(p=float("inf"), dim=-1, keepdim=True)),
     "products": kept(lambda p: (p @ p.T).sum().sqrt()),
     "one_of_them": kept(lambda p: p[:, :1].clone()),
+    "put": kept(lambda p: _zeros(p).index_put((torch.arange(8),), p.sum(-1, keepdim=True))),
+    "added": kept(lambda p: _zeros(p).index_add(0, torch.arange(8), p.sum(-1, keepdim=True))),
+    "matrix_sum": kept(lambda p: torch.addmm(_zeros(p), p, torch.ones_like(p[:1]).T)),
     "sum": towards_its_sum,
     "magnitude": of_a_magnitude,
     "scalar": of_a_scalar,
