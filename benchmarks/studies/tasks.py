@@ -67,6 +67,7 @@ TASKS = {
     "train 468k": Task("code", MIDDLE, 600, 5),
     "train 3M": Task("code", LARGE, 600, 3),
     "tune": Task("prose", SMALL, 300, 8, pretraining=1500, decays=False),
+    "tune 468k": Task("prose", MIDDLE, 300, 5, pretraining=1500, decays=False),
     "long": Task("code", SMALL, 5000, 2),
     "muon": Task("code", SMALL, 600, 5),
     "lora": Task("prose", SMALL, 300, 5, pretraining=1500, decays=False, rank=8),
@@ -79,7 +80,7 @@ TASKS = {
 before the protocol. Those of OTHERS have no use for a size."""
 TASKS |= {
     f"try {name}": replace(TASKS[name], seeds=2, first_seed=90)
-    for name in ("muon", "lora", "digits", "words", "jargon")
+    for name in ("muon", "lora", "digits", "words", "jargon", "tune", "tune 468k", "train 468k")
 }
 
 
