@@ -3,6 +3,7 @@
     python benchmarks/studies/analyse.py           print the tables, put them into docs/evidence.md,
                                                    and draw docs/images/evidence_*.png
     python benchmarks/studies/analyse.py --quick   print those of `run.py --quick`, write nothing
+    python benchmarks/studies/analyse.py --gpu     print those of `run.py --device cuda`, likewise
 
 In the page a table stands between `<!-- table NAME -->` and `<!-- end -->`.
 """
@@ -23,6 +24,7 @@ from cells import (
     ALL,
     BETA2,
     BETAS,
+    BY_NAME,
     EIGHT_BITS,
     REFERENCES,
     STUDIES,
@@ -312,9 +314,9 @@ def state(results: Results) -> str:
     """Return how many cells of each study are there."""
     rows = []
     for name, study in STUDIES.items():
-        if name == "try":
-            continue
         there = sum(cell in results for cell in study.cells)
+        if name in BY_NAME and not there:
+            continue
         said = "not run yet" if not there else f"{there} of {len(study.cells)}"
         rows.append([f"`{name}`", study.title, said])
     spent = sum(row["seconds"] for row in results.values()) / 60
@@ -322,7 +324,7 @@ def state(results: Results) -> str:
     return f"{table(('study', 'question', 'runs that are there'), rows)}\n\n{said}"
 
 
-EACH_RATE = ("optimizers", "digits", "parity 468k", "parity 3M")
+EACH_RATE = ("optimizers", "digits", "parity 468k", "parity 3M", "gpu")
 TABLES: dict[str, Callable[[Results], str]] = {
     **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
     **{"rates": rates, "edq": edq},
@@ -350,11 +352,13 @@ def main() -> None:
     """Print, and write into the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="of the quick runs; writes nothing")
+    parser.add_argument("--gpu", action="store_true", help="of runs on a GPU; writes nothing")
     args = parser.parse_args()
-    results = load(ROOT / "build/studies/quick" if args.quick else RESULTS)
+    folder = ROOT / "build/studies/quick" if args.quick else RESULTS
+    results = load(folder / "gpu" if args.gpu else folder)
     for name, make in TABLES.items():
         print(f"## {name}\n\n{make(results)}\n")
-    if not args.quick:
+    if not (args.quick or args.gpu):
         PAGE.write_text(filled(PAGE.read_text(), results))
         figures.draw(results)
 

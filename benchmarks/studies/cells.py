@@ -151,6 +151,10 @@ STUDIES = {
         "Pre-training at 3.2 million weights",
         _cells("train 3M", (*BASE, "auto", "plus", "light"), (1e-3,)),
     ),
+    "gpu": Study(
+        "Pre-training at 25.5 million weights, on a GPU",
+        _cells("gpu", (*BASE, "auto", "plus", "light", "remainder16"), (1e-3, 3e-4)),
+    ),
     "try": Study(
         "Sizes and rates, before the protocol",
         (
@@ -167,5 +171,7 @@ STUDIES = {
         ),
     ),
 }
+BY_NAME = {"gpu", "try"}
+"""Studies that are run by their names alone; on a GPU `gpu` is what is run without a name."""
 QUICK = {"parity", "tune"}
 """Studies of `--quick`, of which it runs CORE alone."""

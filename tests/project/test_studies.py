@@ -6,9 +6,13 @@ and benchmarks/studies/equivalence.py.
 """
 
 import json
+import os
 import random
 import re
+import signal
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -90,12 +94,13 @@ class FakeRunner:
     def __init__(self, out: Path, **_: Any) -> None:
         self.out = out
 
-    def run(self, cell: Cell) -> bool:
-        if len(self.done) == self.interrupted_at:
-            raise KeyboardInterrupt
-        self.done.append(cell.name)
-        run.write(self.out / cell.file, {"cell": asdict(cell), "whole": [1.0], "seconds": 1.0})
-        return True
+    def run(self, cells: Iterable[Cell]) -> Iterator[tuple[Cell, bool]]:
+        for cell in cells:
+            if len(self.done) == self.interrupted_at:
+                raise KeyboardInterrupt
+            self.done.append(cell.name)
+            run.write(self.out / cell.file, {"cell": asdict(cell), "whole": [1.0], "seconds": 1.0})
+            yield cell, True
 
 
 @pytest.fixture
@@ -120,6 +125,64 @@ def test_an_interrupted_run_goes_on(study: Path, monkeypatch: pytest.MonkeyPatch
     assert FakeRunner.done == every
     run.main()
     assert FakeRunner.done == every
+
+
+def test_a_gpu_runs_the_larger_model_into_a_folder_of_its_own(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "RESULTS", study)
+    for arguments, name in ((), "gpu"), (("--only", "digits"), "digits"):
+        FakeRunner.done.clear()
+        monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cuda", *arguments])
+        run.main()
+        assert FakeRunner.done == [cell.name for cell in STUDIES[name].cells]
+        assert load(study / "gpu").keys() >= {*STUDIES[name].cells} and not load(study)
+    # The control: a CPU does not run it.
+    assert not [c for c in run.chosen("", quick=False) if c.task == "gpu"]
+
+
+def test_a_cell_that_fails_on_a_gpu_is_no_end_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    cells = STUDIES["gpu"].cells[:3]
+    runner = run.Runner(tmp_path, quick=False, device="cuda")
+    monkeypatch.setattr(runner, "prepare", lambda _: (None, None))
+    monkeypatch.setattr(run, "run_cell", lambda *_: None)
+    assert [*runner.run(cells)] == [(cell, True) for cell in cells]
+    monkeypatch.setattr(run, "run_cell", failed)
+    assert [*runner.run(cells)] == [(cell, False) for cell in cells]
+    assert "out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_cells_run_as_many_at_a_time_as_is_said(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = STUDIES["gpu"].cells[:6]
+
+    def run_cell(cell: Cell, *_: Any) -> None:
+        (tmp_path / f"{cells.index(cell)}").touch()
+        time.sleep(99 if cell == cells[2] else 0.2)
+        if cell == cells[1]:
+            raise SystemExit(1)
+        if cell == cells[4]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(run, "run_cell", run_cell)
+    monkeypatch.setattr(run, "LIMIT", 5.0)
+    runner = run.Runner(tmp_path, quick=False, device="cpu", jobs=jobs)
+    monkeypatch.setattr(runner, "prepare", lambda _: (None, None))
+    begun: list[int] = []
+    found = {}
+    for cell, done in runner.run(cells):
+        found[cell] = done
+        begun.append(len(list(tmp_path.iterdir())))
+    assert found == {cell: i not in (1, 2, 4) for i, cell in enumerate(cells)}
+    assert all(there <= i + jobs for i, there in enumerate(begun))
+    assert (list(found)[-1] == cells[2]) is (jobs > 1)
 
 
 def test_a_truncated_file_is_run_again(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +299,17 @@ def test_gaps_and_shares_are_to_the_masters_of_the_same_seed() -> None:
     assert margin.margin == pytest.approx(margin.spread / 10, abs=1e-6)
     said = {row[0]: row[2] for row in analyse.compared(results, list(results))}
     assert said["auto"].startswith("yes") and said["plain bf16"].startswith("no")
+
+
+def test_the_best_beta2_is_told_beside_the_usual_one() -> None:
+    """By pairs of the same seed, at the rate that the task has."""
+    losses = {0.9: 2.0, 0.95: 1.98, 0.99: 1.99, 0.999: 1.99, 0.9999: 2.1}
+    results = {Cell("train 468k", "masters", 1e-3, beta2=b): result(x) for b, x in losses.items()}
+    results[Cell("train 468k", "auto", 1e-3)] = result(1.995)
+    masters, auto = analyse.beta2(results, "train 468k").splitlines()[2:4]
+    assert masters.endswith("| 0.95 | -0.0100 ± 0.0000 |") and "loss 1.9950" in masters
+    assert auto == "| auto |  |  |  | +0.00500 ± 0.00000 |  | 0.999 |  |"
+    assert analyse.beta2(results, "tune") == ""
 
 
 def test_tables_of_the_page_are_made_anew() -> None:
