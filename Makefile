@@ -160,15 +160,15 @@ PEERS := benchmarks/peers-requirements.txt
 bench-peers: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement $(PEERS)
 
-# The studies of docs/evidence.md: runs that are not there yet, then tables and plots of all; two to three hours on
-# two cores. QUICK=1 takes a quarter of an hour and writes to build/studies/quick. Three files of other packages are
-# downloaded first; a study whose file cannot be had is skipped.
-#   make evidence ONLY=tune
+# The studies of docs/evidence.md: runs that are not there yet, two at a time, then tables and plots of all; two to
+# three hours on two cores. QUICK=1 takes a quarter of an hour and writes to build/studies/quick. Three files of other
+# packages are downloaded first; a study whose file cannot be had is skipped. DEVICE=cuda trains a larger model.
+#   make evidence ONLY=tune        make evidence DEVICE=cuda
 evidence: $(READY)
 	$(BIN)/python benchmarks/studies/data.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies/run.py $(if $(QUICK),--quick) \
-		$(if $(ONLY),--only "$(ONLY)")
-	$(BIN)/python benchmarks/studies/analyse.py $(if $(QUICK),--quick)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/studies/run.py --jobs 2 $(if $(QUICK),--quick) \
+		$(if $(ONLY),--only "$(ONLY)") $(if $(DEVICE),--device $(DEVICE))
+	$(BIN)/python benchmarks/studies/analyse.py $(if $(QUICK),--quick) $(if $(DEVICE),--gpu)
 
 # All that needs a GPU: tests of bits and of CUDA graphs, then time, memory and a training run.
 gpu: a-gpu $(READY)

@@ -3,6 +3,7 @@
     python benchmarks/studies/analyse.py           print the tables, put them into docs/evidence.md,
                                                    and draw docs/images/evidence_*.png
     python benchmarks/studies/analyse.py --quick   print those of `run.py --quick`, write nothing
+    python benchmarks/studies/analyse.py --gpu     print those of `run.py --device cuda`, likewise
 
 In the page a table stands between `<!-- table NAME -->` and `<!-- end -->`.
 """
@@ -19,7 +20,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import figures
-from cells import ALL, EIGHT_BITS, REFERENCES, STUDIES, Cell
+from cells import (
+    ALL,
+    BETA2,
+    BETAS,
+    BY_NAME,
+    EIGHT_BITS,
+    REFERENCES,
+    STUDIES,
+    SWEPT,
+    Cell,
+    of_betas,
+)
 from differences import (
     PREDICTORS,
     RATES,
@@ -212,20 +224,36 @@ def _advantage(rows: Any) -> float:
     return _spearman([(r[0], r[2]) for r in rows]) - _spearman([(r[1], r[2]) for r in rows])
 
 
-def beta2(results: Results) -> str:
-    """Return the gap of each strategy at each beta2, and the beta2 that is best for it."""
-    betas, rows = (0.9, 0.95, 0.99, 0.999, 0.9999), []
-    for s in ("masters", "bf16", "light", "plus", "auto"):
-        cells = [Cell("train", s, 3e-3, beta2=b) for b in betas]
-        there = {c.beta2: statistics.fmean(results[c]["whole"]) for c in cells if c in results}
-        if not there:
-            continue
-        if s == "masters":
-            at = [f"loss {there[b]:.4f}" if b in there else "" for b in betas]
-        else:
-            at = [nats(mean_of(gaps(results, c))) if c in results else "" for c in cells]
-        rows.append([cells[0].words, *at, f"{min(there, key=lambda b: there[b]):g}"])
-    return table(("strategy", *(f"{b:g}" for b in betas), "best"), rows)
+def beta2(results: Results, task: str) -> str:
+    """Return at each rate of a task the gaps at each beta2, and which beta2 is best by how much."""
+    parts = []
+    for lr in (lr for name, lr in SWEPT if name == task):
+        rows = []
+        for s in BETA2:
+            cells = of_betas(task, lr, BETAS, (s,))
+            there = {c: statistics.fmean(results[c]["whole"]) for c in cells if c in results}
+            if not there:
+                continue
+            if s == "masters":
+                at = [f"loss {there[c]:.4f}" if c in there else "" for c in cells]
+            else:
+                paired = (c in there and beside(c) in results for c in cells)
+                at = [
+                    nats(mean_of(gaps(results, c))) if both else ""
+                    for c, both in zip(cells, paired, strict=True)
+                ]
+            best, usual = min(there, key=lambda c: there[c]), Cell(task, s, lr)
+            gained = ""
+            if best != usual and usual in there:
+                pairs = zip(results[best]["whole"], results[usual]["whole"], strict=True)
+                gained = nats(mean_of([x - y for x, y in pairs]))
+            rows.append([usual.words, *at, f"{best.beta2:g}", gained])
+        head = ("strategy", *(f"{b:g}" for b in BETAS), "best", "loss there, less that at 0.999")
+        if rows:
+            text = about(margin_of(results, Cell(task, "masters", lr)))
+            at_usual = f" At 0.999: {text[0].lower()}{text[1:]}" if text else ""
+            parts.append(f"{table(head, rows)}\n\nRate {lr:g}.{at_usual}")
+    return "\n\n".join(parts)
 
 
 def fp8(results: Results) -> str:
@@ -286,9 +314,9 @@ def state(results: Results) -> str:
     """Return how many cells of each study are there."""
     rows = []
     for name, study in STUDIES.items():
-        if name == "try":
-            continue
         there = sum(cell in results for cell in study.cells)
+        if name in BY_NAME and not there:
+            continue
         said = "not run yet" if not there else f"{there} of {len(study.cells)}"
         rows.append([f"`{name}`", study.title, said])
     spent = sum(row["seconds"] for row in results.values()) / 60
@@ -296,13 +324,14 @@ def state(results: Results) -> str:
     return f"{table(('study', 'question', 'runs that are there'), rows)}\n\n{said}"
 
 
-EACH_RATE = ("optimizers", "digits", "parity 468k", "parity 3M")
+EACH_RATE = ("optimizers", "digits", "parity 468k", "parity 3M", "gpu")
 TABLES: dict[str, Callable[[Results], str]] = {
     **{"state": state, "parity": parity, "parity 1e-3": partial(parity, lr=1e-3)},
     **{"rates": rates, "edq": edq},
     **{name: partial(shares, study=name) for name in ("tune", "lora", "words", "jargon")},
     **{name: partial(each_rate, study=name) for name in EACH_RATE},
-    **{"beta2": beta2, "fp8": fp8, "long": long, "warning": warning},
+    **{f"beta2 {task}": partial(beta2, task=task) for task in dict.fromkeys(t for t, _ in SWEPT)},
+    **{"fp8": fp8, "long": long, "warning": warning},
 }
 
 
@@ -323,11 +352,13 @@ def main() -> None:
     """Print, and write into the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="of the quick runs; writes nothing")
+    parser.add_argument("--gpu", action="store_true", help="of runs on a GPU; writes nothing")
     args = parser.parse_args()
-    results = load(ROOT / "build/studies/quick" if args.quick else RESULTS)
+    folder = ROOT / "build/studies/quick" if args.quick else RESULTS
+    results = load(folder / "gpu" if args.gpu else folder)
     for name, make in TABLES.items():
         print(f"## {name}\n\n{make(results)}\n")
-    if not args.quick:
+    if not (args.quick or args.gpu):
         PAGE.write_text(filled(PAGE.read_text(), results))
         figures.draw(results)
 

@@ -85,10 +85,23 @@ def _cells(
     return tuple(Cell(task, s, lr, optimizer) for lr, s in product(rates, strategies))
 
 
+def of_betas(
+    task: str, lr: float, betas: Iterable[float], strategies: Iterable[str] | None = None
+) -> tuple[Cell, ...]:
+    """Return all strategies at a beta2, then at the next; by default those of the study."""
+    chosen = tuple(strategies or BETA2)
+    return tuple(Cell(task, s, lr, beta2=beta2) for beta2, s in product(betas, chosen))
+
+
 FINE = (1e-6, 1e-5)
 LORA, MUON, DIGITS = (1e-4, 1e-3), (3e-3, 1e-2), (3e-4, 1e-3)
 _OTHERS = {"SGD": 0.1, "Lion": 1e-3, "Adafactor": 1e-2}
-_BETAS = (0.9, 0.95, 0.99, 0.9999)
+BETAS = (0.9, 0.95, 0.99, 0.999, 0.9999)
+BETA2 = ("masters", "bf16", "light", "plus", "auto")
+"""Strategies that are compared at each beta2."""
+SWEPT = (("train", 3e-3), ("train 468k", 1e-3), ("tune", 1e-4), ("tune 468k", 1e-4), ("tune", 1e-5))
+"""Tasks and rates at which all of BETAS are compared."""
+_ELSE = tuple(b for b in BETAS if b != 0.999)
 _PARITY = (*_cells("train", ALL, (1e-2, 3e-3)), *_cells("train", ALL, (1e-3,)))
 _TUNE = _cells("tune", TUNED, (1e-6, 1e-5, 1e-4))
 STUDIES = {
@@ -96,9 +109,13 @@ STUDIES = {
     "tune": Study("Fine-tuning at low rates: how much of the gain is kept?", _TUNE),
     "beta2": Study(
         "The decay of the second moment",
-        tuple(
-            Cell("train", s, 3e-3, beta2=beta2)
-            for beta2, s in product(_BETAS, ("masters", "bf16", "light", "plus", "auto"))
+        (
+            *of_betas("train", 3e-3, _ELSE),
+            *of_betas("tune", 1e-4, _ELSE),
+            *of_betas("train 468k", 1e-3, _ELSE),
+            *of_betas("tune 468k", 1e-4, (0.999,), (*BETA2, "twin 1", "twin 2")),
+            *of_betas("tune 468k", 1e-4, _ELSE),
+            *of_betas("tune", 1e-5, _ELSE),
         ),
     ),
     "edq": Study("EDQ: does it tell the loss?", tuple(dict.fromkeys(_PARITY + _TUNE))),
@@ -134,6 +151,10 @@ STUDIES = {
         "Pre-training at 3.2 million weights",
         _cells("train 3M", (*BASE, "auto", "plus", "light"), (1e-3,)),
     ),
+    "gpu": Study(
+        "Pre-training at 25.5 million weights, on a GPU",
+        _cells("gpu", (*BASE, "auto", "plus", "light", "remainder16"), (1e-3, 3e-4)),
+    ),
     "try": Study(
         "Sizes and rates, before the protocol",
         (
@@ -143,8 +164,14 @@ STUDIES = {
             *_cells("try digits", ("masters", "bf16"), (3e-4, 1e-3, 3e-3)),
             *_cells("try jargon", ("masters", "bf16"), (1e-6, 1e-5)),
             *_cells("try words", ("masters", "bf16"), (1e-6, 1e-5, 1e-4)),
+            *of_betas("try tune", 1e-4, (0.9, 0.99, 0.9999), ("masters", "bf16")),
+            *of_betas("try tune", 1e-5, (0.9, 0.99, 0.9999), ("masters", "bf16")),
+            *of_betas("try tune 468k", 1e-4, (0.9, 0.9999), ("masters", "bf16")),
+            *of_betas("try train 468k", 1e-3, (0.9, 0.9999), ("masters", "bf16")),
         ),
     ),
 }
+BY_NAME = {"gpu", "try"}
+"""Studies that are run by their names alone; on a GPU `gpu` is what is run without a name."""
 QUICK = {"parity", "tune"}
 """Studies of `--quick`, of which it runs CORE alone."""

@@ -1,12 +1,11 @@
 """Plots of the studies: docs/images/evidence_*.png, in a light and a dark theme."""
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cells import ALL, REFERENCES, TUNED, Cell
+from cells import ALL, BETAS, REFERENCES, TUNED, Cell, of_betas
 from differences import Results, gaps, kept, margin_of, points
 from equivalence import Mean, mean_of
 
@@ -22,7 +21,7 @@ def draw(results: Results) -> None:
         "parity": (6.5, _parity(results)),
         "tune": (5.5, _tune(results)),
         "edq": (5.0, _edq(results)),
-        "beta2": (4.5, _beta2(results)),
+        "beta2": (7.0, _beta2(results)),
     }
     for name, (height, drawing) in drawings.items():
         for theme in THEMES if drawing else ():
@@ -103,30 +102,51 @@ def _edq(results: Results) -> Draw | None:
 
 
 def _beta2(results: Results) -> Draw | None:
-    names = ("bf16", "light", "plus", "auto", "masters")
-    curves = {}
-    for s in names:
-        cells = [Cell("train", s, 3e-3, beta2=b) for b in (0.9, 0.95, 0.99, 0.999, 0.9999)]
-        there = {c.beta2: statistics.fmean(results[c]["whole"]) for c in cells if c in results}
-        if len(there) > 1:
-            curves[s] = there
-    if len(curves) < len(names):
+    panels = {
+        "pre-training, 133,440 weights": _by_beta2(results, "train", 3e-3),
+        "pre-training, 463,488 weights": _by_beta2(results, "train 468k", 1e-3),
+        "fine-tuning, 133,440 weights": _by_beta2(results, "tune", 1e-4),
+        "fine-tuning, 463,488 weights": _by_beta2(results, "tune 468k", 1e-4),
+    }
+    if not all(panels.values()):
         return None
 
     def drawing(axes: Any, theme: str) -> None:
-        _, text, colors = THEMES[theme]
+        background, text, colors = THEMES[theme]
         looks = (("-", 2.5), ("-", 2.5), ("-", 7.0), ("--", 2.5), (":", 2.5))
-        for i, (name, found) in enumerate(curves.items()):
-            style, width = looks[i]
-            x = [1 - b for b in found]
-            color = colors[i] if i < len(colors) else text
-            axes.plot(x, list(found.values()), style, lw=width, color=color, label=name)
-        axes.set_xscale("log")
-        axes.invert_xaxis()
-        axes.set_xticks([0.1, 0.05, 0.01, 0.001, 0.0001], [".9", ".95", ".99", ".999", ".9999"])
-        axes.set_xlabel("beta2", color=text)
-        axes.set_ylabel("held-out loss, nats a byte", color=text)
-        axes.set_title("Pre-training, rate 3e-3, by the decay of the second moment", loc="left")
-        axes.legend(labelcolor=text, frameon=False)
+        figure = axes.figure
+        axes.remove()
+        for panel, (title, curves) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+            for i, (name, found) in enumerate(curves.items()):
+                style, width = looks[i]
+                x, color = [1 - b for b in BETAS], (*colors, text)[i]
+                means, halves = [m.mean for m in found], [m.half for m in found]
+                panel.plot(x, means, style, lw=width, color=color, label=name)
+                panel.errorbar(x, means, yerr=halves, fmt="none", color=color, capsize=3)
+            panel.set_facecolor(background)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.spines[["left", "bottom"]].set_color(text)
+            panel.set_xscale("log")
+            panel.invert_xaxis()
+            panel.minorticks_off()
+            panel.set_xticks([1 - b for b in BETAS], [f"{b:g}"[1:] for b in BETAS])
+            panel.set_title(title, loc="left")
+        lines = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside upper center", ncols=5, labelcolor=text, frameon=False)
+        figure.supxlabel("beta2", color=text)
+        figure.supylabel("held-out loss less that at .999, nats a byte", color=text)
 
     return drawing
+
+
+def _by_beta2(results: Results, task: str, lr: float) -> dict[str, list[Mean]]:
+    """Return strategy -> loss at each beta2 less its own at 0.999; empty if a run is not there."""
+    curves = {}
+    for s in ("bf16", "light", "plus", "auto", "masters"):
+        cells = of_betas(task, lr, BETAS, (s,))
+        usual = Cell(task, s, lr)
+        if any(c not in results for c in (*cells, usual)):
+            return {}
+        pairs = [zip(results[c]["whole"], results[usual]["whole"], strict=True) for c in cells]
+        curves[usual.words] = [mean_of([x - y for x, y in pair]) for pair in pairs]
+    return curves

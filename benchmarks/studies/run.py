@@ -3,6 +3,8 @@
     python benchmarks/studies/run.py                      all, or what is left of them
     python benchmarks/studies/run.py --only parity        a study; or cells whose name contains it
     python benchmarks/studies/run.py --quick              shorter, of fewer seeds, to another folder
+    python benchmarks/studies/run.py --device cuda        `gpu`, of a larger model, or the study of
+                                                          --only, to another folder
 
 A file is written whole or not at all, and a cell whose file is there and whole is not run again:
 an interrupted run goes on where it stopped. Each cell runs in a process of its own, with the model
@@ -16,12 +18,15 @@ import argparse
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,7 @@ from torch._inductor import config as inductor_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tasks
-from cells import CORE, QUICK, STUDIES, Cell
+from cells import BY_NAME, CORE, QUICK, STUDIES, Cell
 from data import missing
 from models import Model, Named
 from shadow import Shadow, rows
@@ -166,8 +171,8 @@ def run_cell(cell: Cell, task: Task, model: Model, start: Named, path: Path, dev
 class Runner:
     """Models, compiled once, and first weights, which cells share."""
 
-    def __init__(self, out: Path, *, quick: bool, device: str) -> None:
-        self.out, self.quick, self.device = out, quick, device
+    def __init__(self, out: Path, *, quick: bool, device: str, jobs: int = 1) -> None:
+        self.out, self.quick, self.device, self.jobs = out, quick, device, jobs
         self._models: dict[Any, Model] = {}
         self._starts: dict[Task, Named] = {}
 
@@ -193,27 +198,63 @@ class Runner:
                 model.validate(weights, tasks.held_out(task, self.device)[:1])
         return model, self._starts[task]
 
-    def run(self, cell: Cell) -> bool:
-        """Run a cell in a process of its own, on a GPU in this one; return True if it is done."""
-        task = self.task(cell)
-        model, start = self.prepare(task)
-        work = (cell, task, model, start, self.out / cell.file, self.device)
-        if self.device != "cpu":
-            run_cell(*work)
-            return True
-        process = multiprocessing.get_context("fork").Process(target=run_cell, args=work)
-        process.start()
-        process.join(LIMIT)
-        process.kill()
-        process.join()
-        return process.exitcode == 0
+    def run(self, cells: Iterable[Cell]) -> Iterator[tuple[Cell, bool]]:
+        """Run cells, `jobs` at a time, each in a process of its own; on a GPU in this one.
+
+        Yields each as it ends, and True if it is done.
+        """
+        running: Running = {}
+        try:
+            for cell in cells:
+                task = self.task(cell)
+                model, start = self.prepare(task)
+                work = (cell, task, model, start, self.out / cell.file, self.device)
+                if self.device != "cpu":
+                    yield cell, _done(work)
+                    continue
+                process = multiprocessing.get_context("fork").Process(target=run_cell, args=work)
+                process.start()
+                running[process.sentinel] = (cell, process, time.monotonic() + LIMIT)
+                while len(running) == self.jobs:
+                    yield from _ended(running)
+            while running:
+                yield from _ended(running)
+        finally:
+            for _, process, _ in running.values():
+                process.kill()
+
+
+Running = dict[int, tuple[Cell, Any, float]]
+"""Sentinel of a process -> its cell, the process, and the time at which it is given up."""
+
+
+def _ended(running: Running) -> Iterator[tuple[Cell, bool]]:
+    """Wait until a process ends or has had its time; yield and take out the cells of all such."""
+    first = min(limit for _, _, limit in running.values())
+    ready = multiprocessing.connection.wait([*running], max(0.0, first - time.monotonic()))
+    for sentinel, (cell, process, limit) in list(running.items()):
+        if sentinel in ready or limit <= time.monotonic():
+            process.kill()
+            process.join()
+            del running[sentinel]
+            yield cell, process.exitcode == 0
+
+
+def _done(work: tuple[Any, ...]) -> bool:
+    """Run a cell in this process; return False, as of a process that ends, if it raises."""
+    try:
+        run_cell(*work)
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 def chosen(only: str, *, quick: bool) -> list[Cell]:
     """Return the cells of a study, or those whose names contain a text; of all studies without."""
     if only in STUDIES:
         return list(dict.fromkeys(STUDIES[only].cells))
-    names = [n for n in STUDIES if n != "try" and (n in QUICK or not quick)]
+    names = [n for n in STUDIES if n not in BY_NAME and (n in QUICK or not quick)]
     every = dict.fromkeys(cell for name in names for cell in STUDIES[name].cells)
     return [c for c in every if only in c.name and (c.strategy in CORE or not quick)]
 
@@ -233,17 +274,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a study, or a part of the names of cells")
     parser.add_argument("--quick", action="store_true", help="a third of the steps, half the seeds")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, each on a core")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--list", action="store_true", help="say what is left, and end")
     args = parser.parse_args()
-    out = args.out or (ROOT / "build/studies/quick" if args.quick else RESULTS)
+    on_gpu = args.device != "cpu"
+    usual = ROOT / "build/studies/quick" if args.quick else RESULTS
+    # Losses of a GPU and of a CPU are no pairs.
+    out = args.out or (usual / "gpu" if on_gpu else usual)
     logging.disable(logging.WARNING)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dynamo_config.recompile_limit = 64
     # Cells are forks of this process: a lock that another thread holds would never be free there.
     inductor_config.compile_threads = 1
-    cells = chosen(args.only, quick=args.quick)
-    cells = there(cells)
+    cells = there(chosen(args.only or ("gpu" if on_gpu else ""), quick=args.quick))
     left = [c for c in cells if whole(out / c.file) is None]
     print(
         f"{len(cells) - len(left)} of {len(cells)} cells are there, {len(left)} to run", flush=True
@@ -251,9 +295,10 @@ def main() -> None:
     if args.list:
         print("\n".join(c.name for c in left))
         return
-    runner, begun, failed = Runner(out, quick=args.quick, device=args.device), time.time(), []
-    for number, cell in enumerate(left, 1):
-        if not runner.run(cell):
+    runner = Runner(out, quick=args.quick, device=args.device, jobs=args.jobs)
+    begun, failed = time.time(), []
+    for number, (cell, done) in enumerate(runner.run(left), 1):
+        if not done:
             failed.append(cell.name)
         spent = time.time() - begun
         rest = spent / number * (len(left) - number) / 60

@@ -34,6 +34,7 @@ OTHERS: dict[str, Any] = {"digits": digits, "words": words}
 SMALL = byte_model.Size(width=64, context=32, batch=8)
 MIDDLE = replace(SMALL, width=128)
 LARGE = replace(SMALL, width=352)
+FOR_GPU = byte_model.Size(layers=8, width=512, heads=8, context=64, batch=32)
 HELD_OUT, HELD_OUT_ROWS = 4, 64
 """Batches that are held out, and windows in each; the same for all seeds and cells."""
 PRETRAINED = ROOT / "build/studies"
@@ -67,6 +68,8 @@ TASKS = {
     "train 468k": Task("code", MIDDLE, 600, 5),
     "train 3M": Task("code", LARGE, 600, 3),
     "tune": Task("prose", SMALL, 300, 8, pretraining=1500, decays=False),
+    "tune 468k": Task("prose", MIDDLE, 300, 5, pretraining=1500, decays=False),
+    "gpu": Task("code", FOR_GPU, 600, 5),
     "long": Task("code", SMALL, 5000, 2),
     "muon": Task("code", SMALL, 600, 5),
     "lora": Task("prose", SMALL, 300, 5, pretraining=1500, decays=False, rank=8),
@@ -79,7 +82,7 @@ TASKS = {
 before the protocol. Those of OTHERS have no use for a size."""
 TASKS |= {
     f"try {name}": replace(TASKS[name], seeds=2, first_seed=90)
-    for name in ("muon", "lora", "digits", "words", "jargon")
+    for name in ("muon", "lora", "digits", "words", "jargon", "tune", "tune 468k", "train 468k")
 }
 
 

@@ -1,15 +1,14 @@
-"""The studies of training: seeds in one process, resumed runs, tests of equivalence, a direction.
+"""The studies of training: seeds in one process, shadows, tests of equivalence, a direction.
 
 For benchmarks/studies/run.py, benchmarks/studies/tasks.py, benchmarks/studies/shadow.py,
 benchmarks/studies/strategies.py, benchmarks/studies/differences.py, benchmarks/studies/analyse.py
 and benchmarks/studies/equivalence.py.
 """
 
-import json
 import random
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/studies"))
 import analyse
 import run
 import tasks
-from cells import STUDIES, Cell
+from cells import Cell
 from differences import gaps, kept, load, margin_of
 from equivalence import holm, mean_of, quantile, spearman, student, tost
 from shadow import Shadow, rows
@@ -66,79 +65,6 @@ def test_plain_bf16_falls_behind_and_the_default_does_not(model: tasks.Model) ->
     assert plain.mean > 0.02, plain
     edq = results[Cell("train", "auto", 1e-3)]["shadow"]["cumulative"]
     assert all(abs(1 - quality) < 1e-3 for quality in edq)
-
-
-class FakeRunner:
-    """A runner whose cells are done at once, until one is interrupted."""
-
-    done: list[str]
-    interrupted_at = 99
-
-    def __init__(self, out: Path, **_: Any) -> None:
-        self.out = out
-
-    def run(self, cell: Cell) -> bool:
-        if len(self.done) == self.interrupted_at:
-            raise KeyboardInterrupt
-        self.done.append(cell.name)
-        run.write(self.out / cell.file, {"cell": asdict(cell), "whole": [1.0], "seconds": 1.0})
-        return True
-
-
-@pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(run, "Runner", FakeRunner)
-    monkeypatch.setattr(run, "missing", lambda _: "")  # no text is read
-    monkeypatch.setattr(sys, "argv", ["run.py", "--only", "try", "--out", str(tmp_path)])
-    monkeypatch.setattr(run.logging, "disable", lambda _: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(FakeRunner, "done", [], raising=False)
-    return tmp_path
-
-
-def test_an_interrupted_run_goes_on(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = [cell.name for cell in STUDIES["try"].cells]
-    monkeypatch.setattr(FakeRunner, "interrupted_at", 3)
-    with pytest.raises(KeyboardInterrupt):
-        run.main()
-    assert FakeRunner.done == every[:3]
-    monkeypatch.setattr(FakeRunner, "interrupted_at", 99)
-    run.main()
-    assert FakeRunner.done == every
-    run.main()
-    assert FakeRunner.done == every
-
-
-def test_a_truncated_file_is_run_again(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run.main()
-    first, second, *others = STUDIES["try"].cells
-    text = (study / first.file).read_text()
-    (study / first.file).write_text(text[: len(text) // 2])
-    (study / second.file).write_text("")
-    assert load(study).keys() == {*others}
-    FakeRunner.done.clear()
-    capsys.readouterr()
-    run.main()
-    assert FakeRunner.done == [first.name, second.name]
-    assert (
-        f"{len(others)} of {len(others) + 2} cells are there, 2 to run" in capsys.readouterr().out
-    )
-    assert run.whole(study / first.file) == json.loads(text)
-
-
-def test_a_file_is_written_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.json"
-    run.write(path, {"seconds": 1.0})
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run.write(path, {"seconds": 2.0})
-    assert run.whole(path) == {"seconds": 1.0}
 
 
 def test_a_shadow_measures_what_is_lost() -> None:
@@ -223,6 +149,17 @@ def test_gaps_and_shares_are_to_the_masters_of_the_same_seed() -> None:
     assert margin.margin == pytest.approx(margin.spread / 10, abs=1e-6)
     said = {row[0]: row[2] for row in analyse.compared(results, list(results))}
     assert said["auto"].startswith("yes") and said["plain bf16"].startswith("no")
+
+
+def test_the_best_beta2_is_told_beside_the_usual_one() -> None:
+    """By pairs of the same seed, at the rate that the task has."""
+    losses = {0.9: 2.0, 0.95: 1.98, 0.99: 1.99, 0.999: 1.99, 0.9999: 2.1}
+    results = {Cell("train 468k", "masters", 1e-3, beta2=b): result(x) for b, x in losses.items()}
+    results[Cell("train 468k", "auto", 1e-3)] = result(1.995)
+    masters, auto = analyse.beta2(results, "train 468k").splitlines()[2:4]
+    assert masters.endswith("| 0.95 | -0.0100 ± 0.0000 |") and "loss 1.9950" in masters
+    assert auto == "| auto |  |  |  | +0.00500 ± 0.00000 |  | 0.999 |  |"
+    assert analyse.beta2(results, "tune") == ""
 
 
 def test_tables_of_the_page_are_made_anew() -> None:
