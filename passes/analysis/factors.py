@@ -130,7 +130,9 @@ def _computed(node: Node, read: Read) -> Terms:
     if name in PUTS:
         return _one_of([read(a) for a in node.all_input_nodes if _is_float(a)])
     if name in MATRIX_SUMS:
-        return _sum(near[0], reduce(_product, near[1:]))
+        share, rate = (_operand(node.kwargs.get(k, 1), read) for k in ("beta", "alpha"))
+        added, *factors = (_operand(a, read) for a in node.args[:3])
+        return _sum(_product(added, share), reduce(_product, factors, rate))
     if target in _INVERSE or (target is aten.pow.Tensor_Scalar and _is_negative(node.args[1])):
         return _inverse(near[0])
     if target is aten.exp.default:
