@@ -22,6 +22,7 @@ from collage_fx.compilation.session import Outcome, Session, StandsForOthers
 from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at, looked_at
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
+from collage_fx.dynamo.renewed_states import renewed, with_renewed_states, with_states
 from collage_fx.dynamo.symbols import Symbols, writes_number
 from collage_fx.gradients.graph import multiply_apart
 from collage_fx.gradients.multiplied import Multiplied
@@ -32,9 +33,11 @@ from collage_fx.hooks.traces import traced_code
 from collage_fx.optimizer.checkpoints.history import history_of
 from collage_fx.optimizer.discovery import init_of_torch, makes_states
 from collage_fx.optimizer.ownership import owned_tensors, params_of, rates, stateless
+from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.dedup.denominator import one_denominator
 from collage_fx.passes.dedup.repeated_tensors import divide_repeated
+from collage_fx.passes.dedup.replaced_states import Replaced
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.passes.ir.verdict import VerdictKind
@@ -259,6 +262,16 @@ class _Step:
             weakref.ref(stand_ins) if stand_ins is not None else lambda: None
         )
         """Weak reference to the `StandsForOthers` of the graph's parameters; None without one."""
+        steps = session.steps()
+        optimizer = session.optimizer()
+        is_step = session.stand_ins is None and session.is_whole(gm)
+        self.replaced: Replaced = {}
+        """The states that are overwritten in a copy; see `stored_in_place`."""
+        if steps is not None:
+            steps.sources[self] = gm
+        if steps is not None and optimizer is not None and is_step:
+            gm, self.replaced = with_renewed_states(gm, example_inputs, optimizer)
+        self.gm = gm
         part = session.stand_ins is not stand_ins
         self.waits = 1 if part else 2 if session.begins(gm) else 0
         """The call with which it becomes worth while to compile the graph."""
@@ -270,25 +283,25 @@ class _Step:
         self.symbols = Symbols(gm)
         self.layouts: Layouts | None = None
         """Layouts of the arguments of the first call."""
-        steps = session.steps()
-        optimizer = session.optimizer()
         self.shares_gradients = _shares_gradients(optimizer or optimizer_hooks.traced_optimizer())
         if optimizer is not None:
             # Dynamo puts its parameters into the graph, and may keep that.
             weakref.finalize(optimizer, gm._buffers.clear)
             weakref.finalize(optimizer, gm._parameters.clear)
-        if steps is not None:
-            steps.sources[self] = gm
-            if session.stand_ins is None and session.hands_on(gm):
-                steps.record_rest(_end_of(gm))
+        if steps is not None and session.stand_ins is None and session.hands_on(gm):
+            steps.record_rest(_end_of(gm))
         recorded = self.waits or (steps is not None and not steps.compiles)
         self.code = _left_out(gm) if recorded else self._compile(gm, example_inputs)
-        is_step = session.stand_ins is None and session.is_whole(gm)
         kinds = {plan.decision.kind for _, plan in self.code.states}
         ends = session.stand_ins is None and not is_step
         if steps is not None and ends and VerdictKind.GRADIENT in kinds:
             steps.record_rest(_end_of(gm))  # a gradient is memory for what others go on with
-        never = not is_step or steps is None or "repeat" in session.config.without
+        never = (
+            not is_step
+            or steps is None
+            or bool(self.replaced)
+            or "repeat" in session.config.without
+        )
         never |= optimizer is None and any(map(_may_be_state, _made(gm)))
         self.backoff = Backoff(session, _BOUND, never=never)
 
@@ -366,7 +379,7 @@ class _Step:
             steps.want(find(args) for find in self.code.wanted)
             self.code.wanted = []
         fits = self._fits(self.layouts, args)
-        if self._compile_again(steps.sources[self], args, fits=fits):
+        if self._compile_again(self.gm, args, fits=fits):
             fits = self._fits(self.layouts, args)
         if steps.switches:
             self.code.refused |= steps.executors.computes_anew(self.code, args)
@@ -407,6 +420,9 @@ class _Step:
 
     def _run(self, steps: Steps, args: tuple[Any, ...]) -> Any:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
+        if self.replaced:
+            given = renewed(args, self.replaced, naming(self.session.optimizer))
+            return with_states(steps.run_graph(self.code, given), self.replaced, given)
         binds = steps.done_by_graph and self.backoff.is_due() and not self.symbols.assumed
         if not binds or is_looked_at() or left_out.is_open():
             return steps.run_graph(self.code, args)

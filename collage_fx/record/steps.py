@@ -98,6 +98,8 @@ class Steps:
         """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
+        self.renewed: set[int] = set()
+        """The memory of results that graphs, once compiled, store in copies of states."""
         self.words = LowWords(
             compensable_dtypes(config.storage),
             config.arithmetic == "eft",
@@ -270,6 +272,7 @@ class Steps:
         """Take up the states as they are now, or at the first operation outside of graphs."""
         self.check_states()
         self.returned.clear()
+        self.renewed.clear()
         self.other_memory.begin()
         self.interpreted |= self.failures.no_compiler
         self.forced = nested_compile.stance_is_eager()
@@ -438,7 +441,9 @@ class Steps:
 
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
         """Record the operations of a Dynamo graph; return its results."""
-        return self.recorder.graph(self.sources[graph], args)
+        results = self.recorder.graph(self.sources[graph], args)
+        self.renewed.update(memory_key(results[k]) for k in graph.replaced)
+        return results
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
         """Return True if a graph would not see all of its arguments, which are known better here.
@@ -554,7 +559,8 @@ class Steps:
         new = service.take_up(present)
         # Others are norms, say, that somebody looks at.
         replaced = [o for o in new if o.tensor.dim() or o.param in scalars]
-        for owned in (o for o in replaced if o.place in service.places):
+        unknown = [o for o in replaced if memory_key(o.tensor) not in self.renewed]
+        for owned in (o for o in unknown if o.place in service.places):
             if memory_key(owned.tensor) in self.returned:
                 self._chained(owned.name)
             elif self.compiles and self.switches and self.words.has_made(owned.tensor):

@@ -372,10 +372,11 @@ def _graph_without(
     inputs = [i for i, n in enumerate((*placeholders, *given)) if n in env]
     count = len(scan.results)
     numbered = [*results, *range(count, count + len(made))]
-    return Narrow(_module(scan.gm, graph), inputs, numbered, {}, [])
+    return Narrow(module_of(scan.gm, graph), inputs, numbered, {}, [])
 
 
-def _module(gm: GraphModule, graph: Graph) -> GraphModule:
+def module_of(gm: GraphModule, graph: Graph) -> GraphModule:
+    """Return a module of a graph that stands for the one of Dynamo, with the facts about it."""
     module = GraphModule(gm, graph, class_name=type(gm).__name__)
     module.meta = gm.meta
     for name in ("_param_name_to_source", "compile_subgraph_reason"):

@@ -123,7 +123,7 @@ class Scan:
             self.graded = bool(node.args[0])
         elif node.target is operator.getitem and node.args[0] in self.lists:
             self.atom_of[node] = self.lists[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif _is_foreach(node):
+        elif is_foreach(node):
             self._foreach(node)
         elif any(a in self.lists for a in node.all_input_nodes):
             raise UnknownOperation  # a whole list
@@ -252,7 +252,8 @@ def memory_of(value: Tensor | None) -> int:
     return value.untyped_storage()._cdata if value is not None else 0
 
 
-def _is_foreach(node: Node) -> bool:
+def is_foreach(node: Node) -> bool:
+    """Return True if an operation of a Dynamo graph does one for each tensor of a list."""
     name = getattr(node.target, "__name__", "")
     return node.op == "call_function" and name.startswith("_foreach_")
 

@@ -146,10 +146,11 @@ def test_a_resumed_run_is_recorded_from_its_first_step_on() -> None:
 
 
 def replaced(p: Tensor, g: Tensor, state: Any) -> None:
-    """An average that is a new tensor after each step, in one graph."""
+    """An average that is a new tensor after each step, in one graph, which may be one of two."""
     if not state:
-        state["m"] = torch.full_like(p, 1.3125)
-    state["m"] = 0.99 * state["m"] + 0.01 * g
+        state["m"], state["n"] = torch.full_like(p, 1.3125), torch.zeros_like(p)
+    m, n = state["m"], state["n"]
+    state["m"], state["n"] = 0.99 * m + 0.01 * g + 0 * n, n + 0 * m
     p.sub_(state["m"], alpha=1e-4)
 
 

@@ -1,0 +1,78 @@
+"""States in whose place a step puts new tensors: copies, which its graph overwrites."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from collage_fx.compilation.layout_guards import is_plain
+from collage_fx.optimizer.ownership import owned_tensors
+from collage_fx.passes.dedup.replaced_states import Replaced, stored_in_place
+from collage_fx.runtime.residuals.residual import Residual
+from collage_fx.runtime.residuals.store import STORE
+
+
+def with_renewed_states(
+    gm: GraphModule, inputs: Sequence[Any], optimizer: Optimizer
+) -> tuple[GraphModule, Replaced]:
+    """Return a graph that overwrites the states which the step replaces by its results.
+
+    Args:
+        gm: a Dynamo graph of a whole step.
+        inputs: the arguments of its first call.
+        optimizer: whose step it is.
+    """
+    states = {id(o.tensor) for o in owned_tensors(optimizer) if o.owner == "state"}
+    found = {i for i, t in enumerate(inputs) if id(t) in states and is_plain(t)}
+    return stored_in_place(gm, found)
+
+
+def renewed(
+    args: tuple[Any, ...], replaced: Replaced, named: Callable[[str], str]
+) -> tuple[Any, ...]:
+    """Return the arguments with copies of the states that are replaced, residuals included.
+
+    The states stay as they are: others may have them.
+
+    Args:
+        args: the arguments of a call.
+        replaced: see `stored_in_place`.
+        named: gives the states, in a text, the names of their parameters.
+    """
+    old = [args[j] for j in replaced.values()]
+    with torch.no_grad(), _disable_current_modes():
+        new = [torch.empty_like(t) for t in old]
+        torch._foreach_copy_(new, old)
+        pairs = [
+            (t, made, r)
+            for t, made, r in zip(old, new, STORE.of(old), strict=True)
+            if r is not None
+        ]
+        STORE.clear_stale([(t, r) for t, _, r in pairs], named)
+        for _, made, residual in pairs:
+            _copy(residual, made)
+    given = list(args)
+    for j, made in zip(replaced.values(), new, strict=True):
+        given[j] = made
+    return tuple(given)
+
+
+def _copy(residual: Residual, tensor: Tensor) -> None:
+    """Give a tensor a copy of the residual of another one."""
+    lows = tuple(component.clone() for component in residual.components)
+    copied = STORE.adopt(tensor, None, residual.storage, residual.name)
+    copied.components, copied.draws = lows, residual.draws
+    copied.provisional, copied.lost = residual.provisional, residual.lost
+
+
+def with_states(
+    results: Sequence[Any], replaced: Replaced, given: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return all results of the whole graph, given the others and the arguments."""
+    rest = iter(results)
+    count = len(results) + len(replaced)
+    return tuple(given[replaced[k]] if k in replaced else next(rest) for k in range(count))

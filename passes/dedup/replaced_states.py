@@ -1,0 +1,142 @@
+"""Before AOTAutograd: store in a state what a graph returns for the state's place.
+
+A step that puts a new tensor in the place of a state has a graph which takes the old one and
+returns the new one: nothing in it says that one becomes the other, so that the new value would be
+a high word and no more. Given a copy of the old tensor, the graph may as well overwrite that.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from collage_fx.passes.dedup.deduplicate import module_of
+from collage_fx.passes.dedup.graph_scan import is_foreach, memory_of, overwrites
+from collage_fx.runtime.expansion.eft import LOW_PRECISION
+
+Replaced = dict[int, int]
+"""Result of a graph -> the placeholder of the state in whose place it is put, by position."""
+
+
+def stored_in_place(gm: GraphModule, states: Container[int]) -> tuple[GraphModule, Replaced]:
+    """Return a graph that overwrites states with their successors and returns only the rest.
+
+    The successor of a state is the one result that is computed from it and looks like it. Wherever
+    such a result is put, the value is right: the caller gives the graph a copy of the state.
+
+    Before::
+
+        mul = m * 0.9
+        add = mul + g
+        return (add,)
+
+    After::
+
+        mul = m * 0.9
+        add = mul + g
+        m.copy_(add)
+        return ()
+
+    Args:
+        gm: a Dynamo graph of a whole step, which stays as it is.
+        states: the positions of placeholders that are states.
+    """
+    found = _successors(gm, states)
+    if not found:
+        return gm, {}
+    graph, env = Graph(), dict[Node, Node]()
+    values: Any = graph.graph_copy(gm.graph, env)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+    for k, j in found.items():
+        state = env[placeholders[j]]
+        graph.call_method("copy_", (state, values[k])).meta = {
+            **values[k].meta,
+            "example_value": state.meta["example_value"],
+        }
+    graph.output(tuple(v for k, v in enumerate(values) if k not in found))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    return module_of(gm, graph), found
+
+
+def _successors(gm: GraphModule, states: Container[int]) -> Replaced:
+    """Return the results that have one state as predecessor; those of others are then not it."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    results: Any = gm.graph.output_node().args[0]
+    given = _memory([*placeholders, *gm.graph.find_nodes(op="get_attr")])
+    made = _memory(results)
+    written = _memory([n.args[0] for n in gm.graph.nodes if n.args and overwrites(n)])
+    own = {
+        j: value
+        for j, node in enumerate(placeholders)
+        for value in _tensors(node)
+        if j in states and value.dtype in LOW_PRECISION and given[memory_of(value)] == 1
+        if memory_of(value) not in made and memory_of(value) not in written
+    }
+    sources = _sources(gm.graph, {placeholders[j]: frozenset({j}) for j in own})
+    left = {
+        k: {j for j in sources[result] if _alike(own[j], value)}
+        for k, result in enumerate(results)
+        for value in _tensors(result)
+        if made[memory_of(value)] == 1 and memory_of(value) not in given
+    }
+    found: Replaced = {}
+    while sure := next(((k, *one) for k, one in left.items() if len(one) == 1), None):
+        k, found[k] = sure
+        del left[k]
+        for others in left.values():
+            others.discard(found[k])
+    return found
+
+
+def _sources(graph: Graph, begin: dict[Node, frozenset[int]]) -> dict[Any, frozenset[int]]:
+    """Return the states from which each node is computed; in lists, each tensor by itself."""
+    found: dict[Any, frozenset[int]] = dict(begin)
+    each: dict[Any, list[frozenset[int]]] = {}
+
+    def of(operands: Any) -> frozenset[int]:
+        nodes = (n for n in tree_leaves(operands) if isinstance(n, Node))
+        return frozenset[int]().union(*(found[n] for n in nodes))
+
+    for node in graph.nodes:
+        if node in begin or node.op == "output":
+            continue
+        if node.target is operator.getitem and node.args[0] in each:
+            found[node] = each[node.args[0]][node.args[1]]
+            continue
+        found[node] = of((node.args, node.kwargs))
+        if is_foreach(node):
+            lists = [a for a in node.args if isinstance(a, list | tuple)]
+            shared = of([a for a in node.args if a not in lists])
+            each[node] = [shared | of(row) for row in zip(*lists, strict=True)]
+        if node.args and overwrites(node):  # who reads it later reads what enters here
+            written = tree_leaves(node.args[0])
+            for a, entered in zip(
+                written, each.get(node, [found[node]] * len(written)), strict=True
+            ):
+                if isinstance(a, Node):
+                    found[a] |= entered
+    return found
+
+
+def _memory(nodes: Any) -> Counter[int]:
+    """Return how many of these nodes have each memory."""
+    return Counter(memory_of(t) for n in tree_leaves(nodes) for t in _tensors(n))
+
+
+def _tensors(node: Any) -> list[Tensor]:
+    """Return the tensor that a node stands for; none for what is no strided one."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return [value] if isinstance(value, Tensor) and value.layout is torch.strided else []
+
+
+def _alike(state: Tensor, value: Tensor) -> bool:
+    kind = (state.dtype, state.shape, state.stride(), state.device)
+    same = kind == (value.dtype, value.shape, value.stride(), value.device)
+    return same and not (state.requires_grad or value.requires_grad)

@@ -1,0 +1,165 @@
+"""Steps that put new tensors in the place of states: bit for bit as steps that write the old ones.
+
+For dynamo.renewed_states.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx.dynamo import backend
+
+
+class Adam(Optimizer):
+    """Adam as one writes it down."""
+
+    in_place = False
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                m = 0.9 * state["m"] + 0.1 * p.grad
+                v = 0.999 * state["v"] + 0.001 * p.grad * p.grad
+                if self.in_place:
+                    state["m"].copy_(m)
+                    state["v"].copy_(v)
+                else:
+                    state["m"], state["v"] = m, v
+                p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-group["lr"])
+
+
+class InPlace(Adam):
+    in_place = True
+
+
+def start(kind: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    draw = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(4, 3), (7,), (5, 2), ()]
+    params = [(1 + 0.3 * torch.randn(s, generator=draw)).bfloat16().to(dtype) for s in shapes]
+    return kind([p.requires_grad_() for p in params])
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    params: list[Tensor] = optimizer.param_groups[0]["params"]
+    return params
+
+
+def take(optimizer: Any, first: int, last: int, turns: bool = False) -> None:
+    for k in range(first, last):
+        draw = torch.Generator().manual_seed(k)
+        for i, p in enumerate(params_of(optimizer)):
+            g = 0.5 + torch.randn(p.shape, generator=draw)
+            p.grad = None if turns and (k + i) % 4 == 3 else g.bfloat16().to(p.dtype)
+        optimizer.step()
+
+
+def bits(optimizer: Optimizer) -> list[Tensor]:
+    tensors = [t for p in params_of(optimizer) for t in (p, *optimizer.state[p].values())]
+    return [x.detach().clone() for t in tensors for x in (t, *collage_fx.residuals(t))]
+
+
+def trained(kind: Any, last: int = 8, turns: bool = False, **options: Any) -> Any:
+    optimizer = start(kind)
+    collage_fx.compile_(optimizer, **options)
+    take(optimizer, 0, last, turns)
+    return optimizer
+
+
+def same(one: Optimizer, other: Optimizer) -> bool:
+    a, b = bits(one), bits(other)
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"storage": "mcf2", "arithmetic": "eft"},
+    {"storage": "ulp4"},
+    {"storage": "sr"},
+    {"level": "light", "storage": "mcf2"},
+    {"clip_grad_norm": 0.5},
+    {"changed": True},
+    {"verify": 2},
+]
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.quick("{}-*", "*ulp4*-False")
+def test_bits_are_those_of_a_step_that_writes_its_states(
+    options: dict[str, Any], turns: bool
+) -> None:
+    ours = trained(Adam, turns=turns, **options)
+    assert same(ours, trained(InPlace, turns=turns, **options))
+    report = str(collage_fx.report(ours))
+    assert "0 graph" not in report and "recorded whole" not in report
+
+
+def test_values_are_those_of_float64() -> None:
+    """The control is plain bf16."""
+    ours, plain, exact = trained(Adam), start(Adam), start(Adam, torch.float64)
+    take(plain, 0, 8)
+    take(exact, 0, 8)
+    for key, moved in (("p", values(start(Adam), "p")), ("v", 0)):
+        way = (values(exact, key) - moved).norm()
+        assert (values(ours, key) - values(exact, key)).norm() < 0.003 * way
+        assert (values(plain, key) - values(exact, key)).norm() > 0.003 * way
+
+
+def values(optimizer: Optimizer, key: str) -> Tensor:
+    found = [p if key == "p" else optimizer.state[p][key] for p in params_of(optimizer)]
+    return torch.cat([collage_fx.value(t).detach().double().flatten() for t in found])
+
+
+def test_who_has_the_old_tensor_has_its_value() -> None:
+    optimizer = trained(Adam, 4)
+    old = optimizer.state[params_of(optimizer)[0]]["v"]
+    word, value = old.clone(), collage_fx.value(old).clone()
+    take(optimizer, 4, 7)
+    assert optimizer.state[params_of(optimizer)[0]]["v"] is not old
+    assert torch.equal(old, word) and torch.equal(collage_fx.value(old), value)
+    assert not torch.equal(value, word)
+
+
+def test_a_write_from_outside_is_seen() -> None:
+    """The residual of the old tensor is judged before it is copied."""
+    found = []
+    for kind in (Adam, InPlace):
+        optimizer = trained(kind, 4, storage="mcf2")
+        for p in params_of(optimizer):
+            optimizer.state[p]["v"].mul_(0.5)
+        with pytest.warns(collage_fx.CollageWarning, match="from outside the compiled step"):
+            take(optimizer, 4, 7)
+        found.append(optimizer)
+    assert same(*found)
+
+
+def test_a_resumed_run_has_the_same_bits() -> None:
+    whole, first = trained(Adam, 8), trained(Adam, 5)
+    resumed = start(Adam)
+    with torch.no_grad():
+        for p, q in zip(params_of(resumed), params_of(first), strict=True):
+            p.copy_(q)
+    collage_fx.compile_(resumed)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    take(resumed, 5, 8)
+    assert same(whole, resumed)
+
+
+def test_without_it_such_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a graph would have the high words only of what it returns."""
+    monkeypatch.setattr(backend, "with_renewed_states", lambda gm, *_: (gm, {}))
+    assert "the steps are recorded whole" in str(collage_fx.report(trained(Adam)))
