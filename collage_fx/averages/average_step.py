@@ -1,5 +1,6 @@
 """The update of averages as the step of an optimizer, compiled and bound as any other."""
 
+import glob
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,9 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.api import compile_
+from collage_fx.config import CollageConfig
 from collage_fx.inspection.values import load_residuals
+from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.runtime.residuals.dtensor import shard_of
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.registry import chosen
+from collage_fx.runtime.storage.state_name import StateName
 
 
 class AverageStep(Optimizer):
@@ -21,10 +26,11 @@ class AverageStep(Optimizer):
 
         Args:
             params: names and averages.
-            options: as of `collage_fx.compile`.
+            options: as of `collage_fx.compile`, with patterns of these names.
         """
-        super().__init__(params, {"share": 0.0})
-        compile_(self, level="all", arithmetic="wide", **options)
+        named = list(params)
+        super().__init__(named, {"share": 0.0})
+        compile_(self, level="all", arithmetic="wide", **_by_place(named, options))
 
     @torch.no_grad()
     def step(self, values: Sequence[Tensor]) -> None:  # type: ignore[override]
@@ -36,6 +42,25 @@ class AverageStep(Optimizer):
         (group,) = self.param_groups
         for p, value in zip(group["params"], values, strict=True):
             p.lerp_(value, group["share"])
+
+
+def _by_place(named: list[tuple[str, Tensor]], options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the storage of each name at its place, by which a step knows it.
+
+    Warn of patterns that fit no name.
+    """
+    choice = CollageConfig(**options).storage
+    if isinstance(choice, str):
+        return options
+    patterns, places = Patterns(choice), dict[str, str]()
+    for i, (name, tensor) in enumerate(named):
+        called = StateName(None, name)
+        patterns.see(called)
+        kept = chosen(choice, called, tensor.dtype, scalar=not tensor.dim())
+        if kept:
+            places[glob.escape(f"param_groups[0].params[{i}]")] = kept
+    patterns.conclude(warn_now)
+    return {**options, "storage": places or "auto"}
 
 
 def move(optimizer: AverageStep, values: Sequence[Tensor], share: float) -> None:

@@ -313,7 +313,7 @@ class Executors:
         with tracing(TracingContext(mode)):
             code = compile_graph(self.session, gm, fakes, args)
         # All of them, as the weight of a state is not known where others scale what it enters.
-        read = [t for find, _ in code.reads if (t := find(args)) is not None]
+        read = [x for find, _ in code.reads if (x := find(args)) is not None]
         for owned in self._states(read):
             self._want(owned)
         if not read:
@@ -338,7 +338,7 @@ class Executors:
 
         On whole values that has a low word.
         """
-        anew = [t for find in code.anew if (t := find(args)) is not None]
+        anew = [x for find in code.anew if (x := find(args)) is not None]
         return any(owned.owner != "state" for owned in self._states(anew))
 
     def _want(self, owned: Owned) -> None:

@@ -65,7 +65,9 @@ def off(found: list[Tensor], exact: list[Tensor], start: list[Tensor]) -> float:
     return float(torch.stack(lost).norm() / torch.stack(way).norm())
 
 
-@pytest.mark.parametrize("storage", [None, "mcf2", "ulp8", "ulp4", "sr", {"norm": "mcf2"}], ids=str)
+@pytest.mark.parametrize(
+    "storage", [None, "mcf2", "ulp8", "ulp4", "sr", {"scale": "mcf2"}], ids=str
+)
 @pytest.mark.parametrize("kind", ["EMA", "SWA"])
 @pytest.mark.quick("EMA-None", "SWA-None", "EMA-ulp4", "EMA-sr")
 def test_averages_of_whole_values(kind: str, storage: Any) -> None:
@@ -92,6 +94,22 @@ def test_averages_of_whole_values(kind: str, storage: Any) -> None:
     assert average.module.norm.num_batches_tracked == model.norm.num_batches_tracked  # type: ignore[union-attr]
     report = str(collage_fx.report(average))
     assert "0 joined" in report and "2 x parameter" in report
+
+
+def test_a_pattern_is_for_names_of_the_model() -> None:
+    """The step that moves the averages knows them by their places."""
+    model, step = run()
+    average: Any = collage_fx.EMA(model, DECAY, storage={"first.*": "mcf2", "*": "ulp8"})
+    for _ in range(4):
+        step()
+        average.update_parameters(model)
+    kept = {name: collage_fx.residuals(p) for name, p in average.module.named_parameters()}
+    assert [lo.dtype for lo in kept["first.weight"]] == [torch.bfloat16]
+    assert [lo.dtype for lo in kept["scale"]] == [torch.int8]
+    wrong: Any = collage_fx.EMA(model, DECAY, storage={"third": "mcf2"})
+    with pytest.warns(collage_fx.CollageWarning, match="the pattern 'third' fits no state"):
+        for _ in range(2):
+            wrong.update_parameters(model)
 
 
 def test_the_first_values_are_taken_whole() -> None:
