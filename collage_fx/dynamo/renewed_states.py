@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from collage_fx.compilation.layout_guards import is_plain
 from collage_fx.optimizer.ownership import owned_tensors
 from collage_fx.passes.dedup.replaced_states import Replaced, stored_in_place
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 
 def with_renewed_states(
@@ -45,8 +45,7 @@ def renewed(
     """
     old = [args[j] for j in replaced.values()]
     with torch.no_grad(), _disable_current_modes():
-        new = [torch.empty_like(t) for t in old]
-        torch._foreach_copy_(new, old)
+        new = [t.clone() for t in old]
         pairs = [
             (t, made, r)
             for t, made, r in zip(old, new, STORE.of(old), strict=True)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from collage_fx.passes.dedup.deduplicate import module_of
 from collage_fx.passes.dedup.graph_scan import is_foreach, memory_of, overwrites
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
+from collage_fx.runtime.trees import tree_leaves
 
 Replaced = dict[int, int]
 """Result of a graph -> the placeholder of the state in whose place it is put, by position."""

@@ -1,6 +1,6 @@
 """A graph stores in a state the one result that is computed of it and looks like it.
 
-For dedup.replaced_states.
+For passes.dedup.replaced_states.
 """
 
 from collections.abc import Callable
