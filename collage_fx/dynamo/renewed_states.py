@@ -26,9 +26,12 @@ def with_renewed_states(
         inputs: the arguments of its first call.
         optimizer: whose step it is.
     """
-    states = {id(o.tensor) for o in owned_tensors(optimizer) if o.owner == "state"}
+    owned = list(owned_tensors(optimizer))
+    states = {id(o.tensor) for o in owned if o.owner == "state"}
+    params = [o.tensor for o in owned if o.owner == "param"]
+    known = {id(t) for p in params for t in (p, p.grad)}
     found = {i for i, t in enumerate(inputs) if id(t) in states and is_plain(t)}
-    return stored_in_place(gm, found)
+    return stored_in_place(gm, found, {i for i, t in enumerate(inputs) if id(t) in known})
 
 
 def renewed(

@@ -23,11 +23,15 @@ Replaced = dict[int, int]
 """Result of a graph -> the placeholder of the state in whose place it is put, by position."""
 
 
-def stored_in_place(gm: GraphModule, states: Container[int]) -> tuple[GraphModule, Replaced]:
+def stored_in_place(
+    gm: GraphModule, states: Container[int], others: Container[int]
+) -> tuple[GraphModule, Replaced]:
     """Return a graph that overwrites states with their successors and returns only the rest.
 
-    The successor of a state is the one result that is computed from it and looks like it. Wherever
-    such a result is put, the value is right: the caller gives the graph a copy of the state.
+    The successor of a state is the result that looks like it and is computed of it, and of no other
+    tensor that looks so and may be a state, wherever that is kept. Wherever such a result is put,
+    its value is right: the caller gives the graph a copy of the state. Of two states nothing says
+    which one a result takes the place of.
 
     Before::
 
@@ -45,8 +49,9 @@ def stored_in_place(gm: GraphModule, states: Container[int]) -> tuple[GraphModul
     Args:
         gm: a Dynamo graph of a whole step, which stays as it is.
         states: the positions of placeholders that are states.
+        others: those of placeholders that are known to be none: parameters and gradients.
     """
-    found = _successors(gm, states)
+    found = _successors(gm, states, others)
     if not found:
         return gm, {}
     graph, env = Graph(), dict[Node, Node]()
@@ -65,34 +70,29 @@ def stored_in_place(gm: GraphModule, states: Container[int]) -> tuple[GraphModul
     return module_of(gm, graph), found
 
 
-def _successors(gm: GraphModule, states: Container[int]) -> Replaced:
-    """Return the results that have one state as predecessor; those of others are then not it."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
+def _successors(gm: GraphModule, states: Container[int], others: Container[int]) -> Replaced:
+    """Return the results that are computed of one such state, which no other result is alone."""
+    inputs = [n for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op)]
     results: Any = gm.graph.output_node().args[0]
-    given = _memory([*placeholders, *gm.graph.find_nodes(op="get_attr")])
-    made = _memory(results)
+    given, made = _memory(inputs), _memory(results)
     written = _memory([n.args[0] for n in gm.graph.nodes if n.args and overwrites(n)])
+    like = {j: t for j, n in enumerate(inputs) if j not in others for t in _tensors(n)}
     own = {
-        j: value
-        for j, node in enumerate(placeholders)
-        for value in _tensors(node)
-        if j in states and value.dtype in LOW_PRECISION and given[memory_of(value)] == 1
-        if memory_of(value) not in made and memory_of(value) not in written
+        j
+        for j, t in like.items()
+        if j in states and t.dtype in LOW_PRECISION and given[memory_of(t)] == 1
+        if memory_of(t) not in made and memory_of(t) not in written
     }
-    sources = _sources(gm.graph, {placeholders[j]: frozenset({j}) for j in own})
+    sources = _sources(gm.graph, {inputs[j]: frozenset({j}) for j in like})
     left = {
-        k: {j for j in sources[result] if _alike(own[j], value)}
+        k: {j for j in sources[result] if _alike(like[j], value)}
         for k, result in enumerate(results)
         for value in _tensors(result)
         if made[memory_of(value)] == 1 and memory_of(value) not in given
     }
-    found: Replaced = {}
-    while sure := next(((k, *one) for k, one in left.items() if len(one) == 1), None):
-        k, found[k] = sure
-        del left[k]
-        for others in left.values():
-            others.discard(found[k])
-    return found
+    alone = {k: next(iter(found)) for k, found in left.items() if len(found) == 1 and found <= own}
+    count = Counter(alone.values())
+    return {k: j for k, j in alone.items() if count[j] == 1}
 
 
 def _sources(graph: Graph, begin: dict[Node, frozenset[int]]) -> dict[Any, frozenset[int]]:

@@ -31,7 +31,8 @@ def pairs(step: Callable[..., Any], states: str = "mv", **options: Any) -> dict[
     """Return the results that are put in the place of states, of a step over m, v and g."""
     gm = traced(step, *[(4, 3)] * 3, **options)
     names = [str(n.target).strip("L_l") for n in gm.graph.find_nodes(op="placeholder")]
-    found = stored_in_place(gm, {j for j, name in enumerate(names) if name in states})[1]
+    own = {j for j, name in enumerate(names) if name in states}
+    found = stored_in_place(gm, own, {j for j, name in enumerate(names) if name in "gp"})[1]
     return {k: names[j] for k, j in found.items()}
 
 
@@ -41,7 +42,7 @@ def adam(m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
 
 def test_a_graph_before_and_after() -> None:
     gm = traced(adam, (4, 3), (4, 3), (4, 3))
-    rewritten, found = stored_in_place(gm, {0, 2})  # m, g, v, by their first use
+    rewritten, found = stored_in_place(gm, {0, 2}, {1})  # m, g, v, by their first use
     assert found == {0: 0, 1: 2}
     assert len(gm.graph.output_node().args[0]) == 2  # it stays as it is
     lines = [" ".join(str(n.format_node()).split()) for n in rewritten.graph.nodes]
@@ -59,14 +60,21 @@ return ()""",
     assert torch.equal(m, wanted[0]) and torch.equal(v, wanted[1])
 
 
-def test_what_is_left_belongs_to_the_state_that_is_left() -> None:
-    """The second moment is of both states, the first one of its own only."""
+def test_a_result_of_two_states_may_be_that_of_either() -> None:
+    """A copy of the first state is computed of it alone too."""
 
     def belief(m: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         m = torch.lerp(m, g, 0.1)
         return 0.999 * v + 0.001 * (g - m) ** 2, m
 
-    assert pairs(belief) == {1: "m", 0: "v"}
+    assert pairs(belief) == {1: "m"}
+    assert pairs(lambda m, v, g: (m.clone(), 0.9 * m + g, 0.9 * v + g)) == {2: "v"}
+
+
+def test_a_tensor_that_is_kept_elsewhere_may_be_a_state() -> None:
+    """The result may take its place."""
+    assert pairs(lambda m, v, g: (0.999 * v + m,), states="m") == {}
+    assert pairs(lambda m, v, g: (0.9 * m + g, 0.999 * v), states="m") == {0: "m"}
 
 
 def test_lists_are_followed_by_their_tensors() -> None:
