@@ -203,7 +203,7 @@ class Notes:
         if operation.returns is None and not operation.nothing:
             place.many = isinstance(result, (list, tuple))
             made = list(result) if place.many else [result]
-            if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in made):
+            if not all(isinstance(t, Tensor) and has_memory(t) for t in made):
                 return False
             place.made = [meta_of(t) for t in made]
         return True

@@ -55,6 +55,7 @@ _ODD = ("inplace_view", "data_dependent", "dynamic_output", "nondeterministic_se
 _METADATA = (
     *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
     *("rand_like", "randn_like", "randint_like"),
+    "_efficientzerotensor",  # the derivative of a constant, which has no memory
 )
 _SOLVES = (
     *("linalg_", "cholesky", "inverse", "index_select", "gather", "take", "embedding"),

@@ -18,7 +18,7 @@ address = _BASE.data_ptr
 
 def has_memory(tensor: Tensor) -> bool:
     """Return True if tensor is a plain strided tensor with memory of its own."""
-    if tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor._is_zerotensor():
         return False
     try:
         tensor.untyped_storage()
