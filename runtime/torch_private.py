@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
         builder as variable_builder,
     )
     from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import config as functorch_config
@@ -94,6 +95,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
 
     DTENSOR_SPEC_MATCH: Any
     call_obj_hasattr: Any
+    call_wrapped: Any
     get_python_args: Any
     make_dupe_guard: Any
     map_sources_and_install_guards: Any
@@ -150,6 +152,10 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "builder as variable_builder, builder.make_dupe_guard as make_dupe_guard"
             ),
             "torch._dynamo.variables.base": "AsPythonConstantNotImplementedError",
+            "torch._dynamo.variables.functions": (
+                "WrapperUserFunctionVariable, WrapperUserFunctionVariable.call_function as "
+                "call_wrapped"
+            ),
             "torch._dynamo.variables.optimizer": (
                 "ArgMappingException, OptimizerVariable, OptimizerVariable.get_python_args as "
                 "get_python_args, OptimizerVariable.map_sources_and_install_guards as "

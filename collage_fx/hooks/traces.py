@@ -3,6 +3,7 @@
 What each of these is for is in docs/stock-defects.md.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,10 +28,12 @@ from collage_fx.runtime.torch_private import (
     SideEffects,
     TensorVariable,
     TracingContext,
+    WrapperUserFunctionVariable,
     is_missing,
     traces,
 )
 from collage_fx.runtime.torch_private import call_obj_hasattr as _has
+from collage_fx.runtime.torch_private import call_wrapped as _call
 from collage_fx.runtime.torch_private import get_python_args as _args
 from collage_fx.runtime.torch_private import make_dupe_guard as _make_dupe_guard
 from collage_fx.runtime.torch_private import map_sources_and_install_guards as _guard_most
@@ -42,6 +45,7 @@ _EFFECTS: Any = SideEffects
 _TENSOR: Any = TensorVariable
 _OPTIMIZER: Any = OptimizerVariable
 _GUARDS: Any = GuardBuilder
+_WRAPPED: Any = WrapperUserFunctionVariable
 _OTHER_NAME = (
     "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
     "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
@@ -80,6 +84,7 @@ def watch_traces() -> None:
     _OPTIMIZER.map_sources_and_install_guards = _guard_states
     _OPTIMIZER.get_python_args = _python_args
     _GUARDS.DTENSOR_SPEC_MATCH = _guard_whole
+    _WRAPPED.call_function = _call_wrapped
 
 
 def _traced_for() -> Any:
@@ -112,6 +117,32 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     if not found.value and _is_result_in_place(item):
         _refuse(_OTHER_NAME.format(name))
     return found
+
+
+def _call_wrapped(item: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a traced wrapper; refuse that of a cache, unless it is a number.
+
+    Dynamo traces what `functools.cache` wraps as if there were no cache: each step would have
+    another result, and what is kept in it would be lost. See docs/stock-defects.md.
+    """
+    made, wrapper = _call(item, tx, args, kwargs), item.wrapper_obj
+    is_cache = isinstance(wrapper, functools._lru_cache_wrapper)
+    if is_cache and not (wrapper.__module__.startswith("torch.") or _is_number(made)):
+        _refuse(
+            f"the step calls {wrapper.__qualname__}, whose results are kept by a cache of "
+            "functools, which torch.compile passes over: it would have another one in each step. "
+            "Keep it in self.state"
+        )
+    return made
+
+
+def _is_number(made: Any) -> bool:
+    """Return True if a Dynamo variable is a number, or several, that the trace knows."""
+    if not made.is_python_constant():
+        return False
+    value = made.as_python_constant()
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(x, int | float | str) for x in values)
 
 
 def _python_args(item: Any, *args: Any, **kwargs: Any) -> Any:
