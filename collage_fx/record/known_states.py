@@ -1,7 +1,7 @@
 """Cache of the states that steps may carry, looked for anew only where something has changed."""
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,11 +10,13 @@ from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.residuals.checksum import same_bits
+from collage_fx.runtime.residuals.residual import address
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.segments.low_words import LowWords
-from collage_fx.segments.memory import Input, memory_key
+from collage_fx.segments.memory import Input, Piece, memory_key, storage_key
 from collage_fx.segments.segment import Call, Segment
+from collage_fx.segments.trie import layout_of
 
 
 @dataclass(eq=False)
@@ -223,3 +225,82 @@ def resumed(states: list[Owned]) -> bool:
     """Return True if states have residuals from other steps, as of a checkpoint or a copy."""
     residuals = (STORE.get(owned.tensor) for owned in states)
     return any(r is not None and not r.provisional for r in residuals)
+
+
+# States that take the memory of others, as in p.data = buffer: low words stay with the memory.
+
+
+def leave_memory(words: LowWords, call: Call, states: Callable[[], Iterable[Owned]]) -> bool:
+    """Keep low words with the memory of a segment, if a state has taken that of another by now.
+
+    Whichever state has that memory when the step ends adopts them.
+
+    Args:
+        words: what is known of low words.
+        call: what the segment is done to.
+        states: returns those that there are now.
+
+    Returns:
+        whether a state has.
+    """
+    if not any(piece.moved for given in call.inputs for piece in given.pieces):
+        return False
+    had = {given.key: words.memory[given.key].states for given in call.inputs if given.pieces}
+    now = ((o.tensor, had.get(memory_key(o.tensor))) for o in states())
+    if not any(before and all(o.tensor is not t for o in before) for t, before in now):
+        return False
+    for given in (i for i in call.inputs if len(i.pieces) == 1):
+        here = [o.tensor for o in had[given.key] if storage_key(o.tensor) == given.key]
+        if given.pieces[0].layout == given.layout and _are_laid_out_as(here, given):
+            _hold(words, given)
+    return True
+
+
+def take_over(words: LowWords, states: Sequence[Owned]) -> bool:
+    """Keep low words with memory that has another state now than when the step began.
+
+    Returns:
+        whether there is any.
+    """
+    present = {id(owned.tensor) for owned in states}
+    taken: list[Input] = []
+    moved = False
+    for owned in states:
+        t = owned.tensor
+        key = memory_key(t)
+        known = words.memory.get(key)
+        if t.dtype not in words.wide or known is None or known.alive() is not None:
+            continue
+        had = known.states
+        stays = [id(o.tensor) in present and memory_key(o.tensor) == key for o in had]
+        if had and not any(stays) and all(o.place != owned.place for o in had):
+            taken += _of_state_before(owned, had, key)
+            moved = True
+    for given in taken:
+        _hold(words, given)
+    return moved
+
+
+def _of_state_before(owned: Owned, had: Iterable[Owned], key: int) -> Iterator[Input]:
+    """Yield the memory of a state with the low words of one that had it, if these are there."""
+    t = owned.tensor
+    for before in had:
+        r = STORE.get(before.tensor)
+        # Else it has gone on to what that state has in the place of this memory.
+        if r is None or r.address != address(t):
+            continue
+        if r.is_shaped_as(t) and r.stride == t.stride():
+            layout = layout_of(t.data)
+            yield Input(t.data, layout, key, [Piece(before, t.data, r, layout)])
+
+
+def _hold(words: LowWords, given: Input) -> None:
+    """Have memory keep the low words of its state, as that of no state."""
+    value = words.joined(given)
+    given.pieces = []
+    words.memory[given.key].states = []
+    words.keep(given.data, value)
+
+
+def _are_laid_out_as(tensors: Iterable[Tensor], given: Input) -> bool:
+    return all(layout_of(t) == given.layout for t in tensors)

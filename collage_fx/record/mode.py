@@ -43,6 +43,7 @@ class Cause(Enum):
     CUT = Mode.TRACED, "a graph ends, and others go on from values that it would round"
     CHAINED = Mode.TRACED, "a graph stores in a state what another has computed"
     REPLACED = Mode.TRACED, "a tensor that a graph made takes the place of a state"
+    MOVED = Mode.TRACED, "a state takes the memory of another"
     RESUMED_TRACED = Mode.TRACED, "the run that saved the checkpoint was traced"
 
     @property

@@ -23,7 +23,13 @@ from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.dispatch_modes import off_stack
-from collage_fx.record.known_states import KnownStates, OtherMemory, resumed
+from collage_fx.record.known_states import (
+    KnownStates,
+    OtherMemory,
+    leave_memory,
+    resumed,
+    take_over,
+)
 from collage_fx.record.mode import Cause, Mode
 from collage_fx.record.recorder import Recorder
 from collage_fx.record.service import TRIED, Service
@@ -94,6 +100,8 @@ class Steps:
         """True if this step has not looked for its states yet: `bound` may still repeat it."""
         self.again = False
         """True if the bound graph has done this step."""
+        self.exchanges = False
+        """True if a state has taken the memory of another in a recorded step."""
         self.noted = -1
         """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
@@ -351,6 +359,8 @@ class Steps:
             return "compiled steps were not as in float64"
         if self.recorder.all_at_once:
             return _AT_ONCE
+        if self.exchanges:  # a graph would drop the low words of what it overwrites
+            return "states take the memory of others"
         # What is recorded beside Dynamo graphs is soon recorded with them, or over.
         joins = self.session.config.on_unsupported == "join"
         soon_over = joins and self.compiles and self.steps <= TRIED
@@ -399,7 +409,7 @@ class Steps:
         if any(written and not i.pieces for written, i in given):
             # States that the step has made, and those that are elsewhere.
             if new := self.discovery.changed():
-                self.words.take_up(self.states.find())
+                self.words.take_up(self._moved(self.states.find()))
             filled = gradients(self.words.memory.values())
             new |= self.other_memory.take_up(segment, call, {*self.returned, *filled})
             if new:
@@ -409,6 +419,7 @@ class Steps:
             at = len(self.executors.changing)
             tries = self.executors.seen > 1 or self.history.hand_on is None
             self.other_memory.keep_low_words(segment, call, filled, at, tries=tries)
+        self._see_moved(leave_memory(self.words, call, self.states.find))
         for to, source in segment.copies if self.returned and not self.in_method else ():
             by_value = dict(zip(segment.inputs, call.inputs, strict=True))
             if memory_key(by_value[source].data) in self.returned and by_value[to].pieces:
@@ -538,6 +549,19 @@ class Steps:
         if updates and (self.updates == TRIED or not self.states):
             self.service.say_what_is_not_compensated()
 
+    def _moved(self, states: list[Owned]) -> list[Owned]:
+        """Return states, with the low words of memory that they have taken from others."""
+        self._see_moved(take_over(self.words, states))
+        return states
+
+    def _see_moved(self, moved: bool) -> None:
+        """Record the steps from now on in which states take the memory of others."""
+        if moved and not self.in_method:
+            self.exchanges = True
+            for _, plan in self.service.by_graph.values():
+                self._chained(plan.name)  # it may have dropped what it wrote there
+            self.enter(Cause.MOVED)
+
     def _updates(self) -> bool:
         """Return True if a step had something to update: an optimizer may have no gradients yet."""
         if not isinstance(self.discovery, OptimizerStates) or self.service.has_written():
@@ -566,7 +590,7 @@ class Steps:
             elif self.compiles and self.switches and self.words.has_made(owned.tensor):
                 self.enter(Cause.REPLACED)
                 service.note_replaced(owned.name)
-        self.words.adopt(present)
+        self.words.adopt(self._moved(present))
         self.other_memory.adopt()
         self.history.hand_on = self.other_memory.hand_on
         self.words.settle()
