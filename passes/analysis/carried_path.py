@@ -3,13 +3,13 @@ eft arithmetic loses that."""
 
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from collage_fx.passes.analysis.affine import ADDING, Form, bound, transfer
+from collage_fx.passes.analysis.affine import ADDING, FREE, Form, bound, transfer
 from collage_fx.passes.ir.graph_memory import WIDENED, mutations
 from collage_fx.passes.ir.program import (
     CASTS,
@@ -71,18 +71,54 @@ def _share(node: Node, operand: Node, form: Form) -> float:
     return share if isfinite(share) else 0.0
 
 
-def beside(x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float:
+def beside(part: Slice, x: Node, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float:
     """Return at most how much of x comes to the end of the path otherwise than along it.
 
-    1 if x meets itself on the path in other than a sum; infinity if that is not known.
+    What is taken off again on the way counts too, if it has been rounded in between. 1 if x meets
+    itself on the path in other than a sum; infinity if that is not known.
     """
     if _tangled(x, path, forms):
         return 1.0
+    rounded = _rounded(part, path, forms)
     last = forms[path[-1]]
     off = bound(last.a - _along(x, path)) if last.a != 0 else 0.0
     # What each term that is a selection and is added on the path may have of x.
     terms = (term for _, others in _others(x, path, forms) for term in others)
-    return max(off, *(bound(branch.a) for term in terms for branch in forms[term].branches), 0.0)
+    chosen = (bound(branch.a) for term in terms for branch in forms[term].branches)
+    return max(off, rounded, *chosen, 0.0)
+
+
+def _rounded(part: Slice, path: tuple[Node, ...], forms: Mapping[Node, Form]) -> float:
+    """Return at most how much of x one 16-bit value beside the path brings to its end.
+
+    In x + (x - (x - d)) / 2 the difference has none of x, but the rounding of x - d, which is 0 in
+    place of d.
+    """
+    nodes = part.nodes[: part.nodes.index(path[-1]) + 1]
+    beside_path = (n for n in nodes if n in forms and n not in path)
+    low = (n for n in beside_path if value_of(n).dtype in LOW_PRECISION and bound(forms[n].share))
+    return max((_brought(nodes, n, path[-1], forms) for n in low), default=0.0)
+
+
+def _brought(nodes: list[Node], value: Node, end: Node, forms: Mapping[Node, Form]) -> float:
+    """Return at most how much of x a value brings to the end; infinity if that is not known.
+
+    Where the end is not linear in x, as Adam's is for a decay that enters a gradient, that is
+    nothing, unless x is taken off again on the way.
+    """
+    after, share = walk(nodes, value), bound(forms[value].share)
+    found = after.get(end, FREE)
+    left = ((forms.get(n, FREE), share * bound(form.share)) for n, form in after.items())
+    less = any(f.b != "nonlinear" and bound(f.share) < most / 2 for f, most in left)
+    if not found.depends or not (less or _is_linear(forms[end])):
+        return 0.0
+    if _is_linear(found) or found.branches:
+        return share * bound(found.share)
+    return inf if less else 0.0
+
+
+def _is_linear(form: Form) -> bool:
+    return form.b in ("zero", "free")
 
 
 def _along(x: Node, path: tuple[Node, ...]) -> Coefficient:

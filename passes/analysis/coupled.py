@@ -211,7 +211,7 @@ def _on_cycle(
         a=a,
         text=_text(part, forms, i),
         carried_path=path,
-        side=max(beside(old, path, walks[source]), *off, 0.0),
+        side=max(beside(part, old, path, walks[source]), *off, 0.0),
         source=None if source == i else old,
         together=f"on a cycle with {names}",
     )

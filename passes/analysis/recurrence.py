@@ -51,7 +51,7 @@ def _own(part: Slice, which: int, forms: dict[Node, Form]) -> Recurrence:
     if new not in forms:
         return recurrence_of(Form(0, "free"))
     path = carried_path(part, x, new, forms)
-    return recurrence_of(forms[new], path, beside(x, path, forms))
+    return recurrence_of(forms[new], path, beside(part, x, path, forms))
 
 
 def recurrence_of(form: Form, carried_path: tuple[Node, ...] = (), side: float = 0.0) -> Recurrence:
