@@ -1,14 +1,22 @@
-"""Classes of operations by what the recorder does: note one, do it at once, or flush before it."""
+"""Classes of operations by what the recorder does: note one, do it at once, or flush before it; and
+comparisons with tensors that one number fills, which segments do with the number."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from collage_fx.passes.frontend.capture import WITH_NUMBER
 from collage_fx.passes.ir.graph_memory import OpOverload
+from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.passes.rewrite.op_schema import written
+from collage_fx.segments.trie import Place, Value
+
+if TYPE_CHECKING:
+    from collage_fx.segments.segment import Line, Segment
 
 aten = torch.ops.aten
 
@@ -145,3 +153,48 @@ def flat_piece(whole: Tensor, size: list[int], offset: int) -> Tensor:
 OPERATIONS = _Operations()
 """Overload -> what the recorder does with it."""
 OPERATIONS[piece_of] = OPERATIONS[flat_piece] = Operation("view")
+
+# By the position of the number.
+_FILLING = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill_": 1}
+
+
+def compare_with_numbers(
+    segment: "Segment", lines: Sequence["Line"], places: Sequence[Place]
+) -> None:
+    """Have comparisons with filled tensors take the number: see `passes.frontend.capture`.
+
+    Args:
+        segment: of which dtypes and memory are known.
+        lines: its lines, which change.
+        places: the places of its lines and inputs in the trie, by which shapes are known.
+    """
+    if not any(line.func in WITH_NUMBER for line in lines):
+        return
+    inputs = (place.line[1][1] for place in places if place.line[0] == "input")
+    shapes: dict[int, Any] = dict(zip(segment.inputs, inputs, strict=True))
+    operations = (place for place in places if place.line[0] != "input")
+    filled: dict[int, Any] = {}
+    for line, place in zip(lines, operations, strict=True):
+        shapes |= {at: meta[0] for at, meta in zip(line.made, place.made, strict=False)}
+        _compare(line, segment, shapes, filled)
+        for at in line.writes:
+            filled.pop(at, None)
+        at = _FILLING.get(getattr(line.func, "_opname", ""), -1)
+        if 0 <= at < len(line.args) and type(number := line.args[at]) is not Value:
+            whole = line.made[0] if line.made else segment.root[line.args[0].at]
+            if line.made or whole == line.args[0].at:
+                filled[whole] = number
+
+
+def _compare(
+    line: "Line", segment: "Segment", shapes: dict[int, Any], filled: dict[int, Any]
+) -> None:
+    """Have one line take the number, if it compares with a filled tensor that is as small."""
+    for at, op in enumerate(WITH_NUMBER.get(line.func, ())):
+        x, other = line.args[at], line.args[1 - at]
+        if type(x) is not Value or type(other) is not Value or other.at not in filled:
+            continue
+        low = all(segment.dtype[v.at] in LOW_PRECISION for v in (x, other))
+        if low and shapes.get(x.at) == shapes[line.made[0]]:
+            line.func, line.args = op, (x, filled[other.at])
+            return

@@ -15,7 +15,7 @@ from collage_fx.passes.ir.graph_memory import Connected
 from collage_fx.passes.rewrite.wider import on_wider
 from collage_fx.segments.low_words import LowWords
 from collage_fx.segments.memory import Input
-from collage_fx.segments.operations import OPERATIONS, is_overwriting
+from collage_fx.segments.operations import OPERATIONS, compare_with_numbers, is_overwriting
 from collage_fx.segments.trie import Constant, Number, Place, Value, leaves, on_one_line
 from collage_fx.segments.user_rounding import (
     ROUNDING,
@@ -119,6 +119,7 @@ class Segment:
                 self._add_input(place, random)
             else:
                 lines.append(self._line(place))
+        compare_with_numbers(self, lines, places)
         rounding, kept = UserRounding(self, random), with_errors(self, lines)
         for k, line in enumerate(lines):
             if k in kept:

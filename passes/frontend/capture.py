@@ -1,12 +1,33 @@
-"""Pass 1: find the carried states of the graph."""
+"""Pass 1: find the carried states of the graph, and comparisons with tensors of one number."""
+
+from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from collage_fx.passes.ir.graph_memory import mutations
-from collage_fx.passes.ir.program import LOW_PRECISION, Carried, Program, is_scalar
+from collage_fx.passes.frontend.decompose import COMPARISONS
+from collage_fx.passes.frontend.slice import shape_of
+from collage_fx.passes.ir.graph_memory import behind, mutations
+from collage_fx.passes.ir.program import (
+    LOW_PRECISION,
+    Carried,
+    Program,
+    is_scalar,
+    is_tensor,
+    value_of,
+)
 from collage_fx.runtime.expansion.eft import FP8
 from collage_fx.runtime.torch_private import SyntheticBaseAOTInput, ViewBaseAOTInput
+
+aten = torch.ops.aten
+
+_OTHER_WAY = {"eq": "eq", "ne": "ne", "ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
+WITH_NUMBER: dict[Any, tuple[Any, Any]] = {
+    getattr(aten, op._opname).Tensor: (op, getattr(aten, _OTHER_WAY[op._opname]).Scalar)
+    for op in COMPARISONS
+}
+"""Comparison of tensors -> that with a number in place of the second, and of the first."""
+_SAME_ELEMENTS = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 
 
 def capture(program: Program) -> None:
@@ -17,8 +38,10 @@ def capture(program: Program) -> None:
         mul = aten.mul.Tensor(arg0_1, 0.999)
         copy_ = aten.copy_.default(arg0_1, mul)
 
-    `arg0_1` is carried. The graph does not change.
+    `arg0_1` is carried. Of the graph only comparisons change, those with tensors that one number
+    fills: see `compare_with_numbers`.
     """
+    compare_with_numbers(program.source.graph)
     mutated = mutations(program.source.graph)
     placeholders = program.source.graph.find_nodes(op="placeholder")
     labels: set[str] = set()
@@ -63,3 +86,40 @@ def not_held(placeholder: Node, carried: Carried) -> str:
         known = ", ".join(str(d).removeprefix("torch.") for d in FP8)
         return f"{dtype} has no storage for residuals; of 8 bits there are {known}"
     return ""
+
+
+def compare_with_numbers(graph: Graph) -> None:
+    """Have comparisons with filled tensors take the number, in place.
+
+    The tensor holds the number rounded to 16 bits; but the compiler keeps it, and what was clamped
+    to the same number, as it is. `decompose.compare` counts both as the rounded one.
+
+    Before::
+
+        full = aten.full.default([8], 0.1, dtype=torch.bfloat16)
+        eq = aten.eq.Tensor(clamp, full)
+
+    After::
+
+        eq = aten.eq.Scalar(clamp, 0.1)
+    """
+    for node in graph.nodes:
+        for at, op in enumerate(WITH_NUMBER.get(node.target, ())):
+            x, number = node.args[at], _number_in(node.args[1 - at])
+            if number is not None and _is_low(x) and shape_of(x) == shape_of(node):
+                node.target, node.args = op, (x, number)
+                break
+
+
+def _number_in(x: Any) -> float | None:
+    """Return the number that fills an operand, if that is a 16-bit tensor."""
+    filled: Any = behind(x, _SAME_ELEMENTS) if _is_low(x) else None
+    if filled is None or filled.target not in (aten.full.default, aten.scalar_tensor.default):
+        return None
+    number = filled.args[filled.target is aten.full.default]
+    return number if isinstance(number, int | float) else None
+
+
+def _is_low(x: Any) -> bool:
+    """Return True if an operand is a 16-bit tensor."""
+    return is_tensor(x) and value_of(x).dtype in LOW_PRECISION
