@@ -10,7 +10,7 @@ from collage_fx.optimizer.discovery import FunctionStates, StateStorage
 from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.errors import Warn
 from collage_fx.runtime.residuals.checksum import same_bits
-from collage_fx.runtime.residuals.residual import address
+from collage_fx.runtime.residuals.memory import address
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.segments.low_words import LowWords
