@@ -1,6 +1,8 @@
-"""Forward-mode derivatives in a step. For runtime.residuals.memory and segments.operations.
+"""Forward-mode derivatives in a step.
 
 The derivative of a constant is a tensor without memory: to read it is a segmentation fault.
+
+For runtime.residuals.memory and segments.operations.
 """
 
 from collections.abc import Callable
