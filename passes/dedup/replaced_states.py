@@ -81,6 +81,7 @@ def _successors(gm: GraphModule, states: Container[int], others: Container[int])
         j
         for j, t in like.items()
         if j in states and t.dtype in LOW_PRECISION and given[memory_of(t)] == 1
+        if _is_dense(t)
         if memory_of(t) not in made and memory_of(t) not in written
     }
     sources = _sources(gm.graph, {inputs[j]: frozenset({j}) for j in like})
@@ -136,7 +137,15 @@ def _tensors(node: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) and value.layout is torch.strided else []
 
 
+def _is_dense(t: Tensor) -> bool:
+    """Return True if sizes are known, and each element has memory of its own."""
+    known = all(type(n) is int for n in (*t.shape, *t.stride()))
+    return known and bool(torch.ops.aten.is_non_overlapping_and_dense(t))
+
+
 def _alike(state: Tensor, value: Tensor) -> bool:
-    kind = (state.dtype, state.shape, state.stride(), state.device)
-    same = kind == (value.dtype, value.shape, value.stride(), value.device)
-    return same and not (state.requires_grad or value.requires_grad)
+    # As strings: a symbol that is compared as a number is guarded.
+    sizes, others = map(str, (*state.shape, *state.stride())), (*value.shape, *value.stride())
+    same = state.dtype is value.dtype and state.device == value.device
+    graded = state.requires_grad or value.requires_grad
+    return same and not graded and [*sizes] == [*map(str, others)]

@@ -120,7 +120,8 @@ def test_a_number_that_is_replaced_keeps_its_low_word_in_a_recorded_step() -> No
     exact, _ = run(averaged, torch.float64, lambda o: o.step)
     plain, _ = run(averaged, torch.bfloat16, lambda o: o.step)
     with without_compiler():
-        found, step = run(averaged, torch.bfloat16, lambda o: collage_fx.compile(o, storage="mcf2"))
+        options = {"storage": "mcf2", "record": True}
+        found, step = run(averaged, torch.bfloat16, lambda o: collage_fx.compile(o, **options))
     assert error(found, exact) < 1e-4 < 1e-3 < error(plain, exact)
     assert all(row.joined for row in collage_fx.report(step).states)
 
