@@ -69,6 +69,8 @@ def _copy(residual: Residual, tensor: Tensor) -> None:
     copied = STORE.adopt(tensor, None, residual.storage, residual.name)
     copied.components, copied.draws = lows, residual.draws
     copied.provisional, copied.lost = residual.provisional, residual.lost
+    if residual.kept is not None:
+        copied.keep(tensor)
 
 
 def with_states(
