@@ -64,10 +64,8 @@ def renewed(
 
 
 def _copy(residual: Residual, tensor: Tensor) -> None:
-    """Give a tensor a copy of the residual of another one."""
-    lows = tuple(component.clone() for component in residual.components)
-    copied = STORE.adopt(tensor, None, residual.storage, residual.name)
-    copied.components, copied.draws = lows, residual.draws
+    """Give a tensor a copy of a residual, with what is known of it."""
+    copied = STORE.copy(residual, tensor)
     copied.provisional, copied.lost = residual.provisional, residual.lost
     if residual.kept is not None:
         copied.keep(tensor)

@@ -86,8 +86,7 @@ class ResidualStore:
             return residual.is_shaped_as(tensor)
         if before is not None and residual.fits(before) and residual.is_present(before):
             if _are_equal(before, tensor):
-                copies = tuple(c.clone() for c in residual.components)
-                self.adopt(tensor, copies, residual.storage, residual.name).draws = residual.draws
+                self.copy(residual, tensor)
             return True
         if before is not None:
             self._residuals.pop(id(before), None)
@@ -95,6 +94,13 @@ class ResidualStore:
         self._keep(tensor, residual)
         self.generation += 1
         return True
+
+    def copy(self, residual: Residual, tensor: Tensor) -> Residual:
+        """Give a tensor a copy of the residual of an equal one."""
+        copied = self.adopt(tensor, None, residual.storage, residual.name)
+        copied.components = tuple(c.clone() for c in residual.components)
+        copied.draws = residual.draws
+        return copied
 
     def lend(self, residuals: Iterable[Residual]) -> None:
         """Have the next step see whether who was given residuals has written them."""
