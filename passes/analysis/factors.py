@@ -12,7 +12,15 @@ from torch.fx import Node
 
 from collage_fx.passes.analysis.affine import CHOOSING, DECIDING, LERP, MUCH
 from collage_fx.passes.ir.graph_memory import MATRIX_SUMS, PUTS, draws
-from collage_fx.passes.ir.program import Carried, Program, Slice, graph_of, is_tensor, value_of
+from collage_fx.passes.ir.program import (
+    Carried,
+    Program,
+    Slice,
+    graph_of,
+    is_float,
+    is_tensor,
+    value_of,
+)
 
 aten = torch.ops.aten
 
@@ -128,7 +136,7 @@ def _computed(node: Node, read: Read) -> Terms:
         return _one_of(near)
     name = getattr(target, "_opname", "")
     if name in PUTS:
-        return _one_of([read(a) for a in node.all_input_nodes if _is_float(a)])
+        return _one_of([read(a) for a in node.all_input_nodes if is_float(a)])
     if name in MATRIX_SUMS:
         share, rate = (_operand(node.kwargs.get(k, 1), read) for k in ("beta", "alpha"))
         added, *factors = (_operand(a, read) for a in node.args[:3])
@@ -142,10 +150,6 @@ def _computed(node: Node, read: Read) -> Terms:
         return reduce(_product, near)
     operands = [_operand(a, read) for a in (*node.args, *node.kwargs.values())]
     return arithmetic(*operands)
-
-
-def _is_float(node: Node) -> bool:
-    return is_tensor(node) and value_of(node).is_floating_point()
 
 
 def _operand(a: Any, read: Read) -> Terms:
@@ -248,7 +252,7 @@ class _Walk:
             weight = self.states[node].owner == "param"
             self.values[node] = {NUMBER if weight else OTHER: Term(1.0)}
         else:
-            real = is_tensor(node) and value_of(node).is_floating_point() and value_of(node).dim()
+            real = is_float(node) and value_of(node).dim()
             self.sized |= not real
             size = 1.0 if real else _size(self.number(node), grown=self.grown)
             self.values[node] = {OTHER if real else NUMBER: Term(size)}

@@ -31,6 +31,7 @@ from collage_fx.passes.ir.program import (
     Program,
     Rewritten,
     graph_of,
+    is_float,
     is_tensor,
     value_of,
 )
@@ -208,7 +209,7 @@ def _alike(graph: Graph) -> dict[Node, list[Node]]:
     same = representatives(
         graph,
         lambda node: elementwise(node) or node.target in STRUCTURE | CONSTANTS,
-        lambda node: node.target is CONVERT and _is_float(node) and _is_float(node.args[0]),
+        lambda node: node.target is CONVERT and is_float(node) and is_float(node.args[0]),
     )
     groups: defaultdict[Node, list[Node]] = defaultdict(list)
     for node, one in same.items():
@@ -374,10 +375,6 @@ def _is_of_each(node: Node) -> bool:
 def _that_read_rounded(pick: Node, slices: list[set[Node]]) -> list[set[Node] | None]:
     """Return the slices that read a rounding of what is picked: they leave out their own."""
     return [s for s in slices if is_16_bit(pick) or not s.issuperset(pick.users)]
-
-
-def _is_float(node: Any) -> bool:
-    return is_tensor(node) and value_of(node).is_floating_point()
 
 
 def _is_wide(node: Node) -> bool:

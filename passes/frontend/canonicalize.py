@@ -50,7 +50,7 @@ _WITH_NUMBER: dict[Any, Any] = {
 
 _WITH_ABS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 """Dtypes of which the absolute value has the dtype itself, and is compared."""
-_THE_SAME = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
+SAME_ELEMENTS = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 """Operations that return their operand where nothing is overwritten, if it is laid out alike."""
 
 _WITH_TENSOR = {number: tensor for tensor, number in _WITH_NUMBER.items()}
@@ -265,7 +265,7 @@ class _Builder:
         ):
             args, kwargs = self._map(node.args), self._map(node.kwargs)
             self.env[node] = self._single(node.target, value_of(node), args, kwargs)
-        elif node.target in _THE_SAME and self._is_laid_out_alike(node):
+        elif node.target in SAME_ELEMENTS and self._is_laid_out_alike(node):
             self.env[node] = self.env[node.args[0]]  # type: ignore[index]
         elif returns_operand(node):
             self.env[node] = self._operand_itself(node)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from collage_fx.passes.frontend.canonicalize import SAME_ELEMENTS
 from collage_fx.passes.frontend.decompose import COMPARISONS
 from collage_fx.passes.frontend.slice import shape_of
 from collage_fx.passes.ir.graph_memory import behind, mutations
@@ -27,7 +28,6 @@ WITH_NUMBER: dict[Any, tuple[Any, Any]] = {
     for op in COMPARISONS
 }
 """Comparison of tensors -> that with a number in place of the second, and of the first."""
-_SAME_ELEMENTS = (aten.clone.default, aten.alias.default, aten.expand.default, aten.view.default)
 
 
 def capture(program: Program) -> None:
@@ -113,7 +113,7 @@ def compare_with_numbers(graph: Graph) -> None:
 
 def _number_in(x: Any) -> float | None:
     """Return the number that fills an operand, if that is a 16-bit tensor."""
-    filled: Any = behind(x, _SAME_ELEMENTS) if _is_low(x) else None
+    filled: Any = behind(x, SAME_ELEMENTS) if _is_low(x) else None
     if filled is None or filled.target not in (aten.full.default, aten.scalar_tensor.default):
         return None
     number = filled.args[filled.target is aten.full.default]

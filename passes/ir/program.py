@@ -455,6 +455,11 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 
 
+def is_float(node: Any) -> bool:
+    """Return True if node is a graph node that stands for one tensor of floating-point numbers."""
+    return is_tensor(node) and value_of(node).is_floating_point()
+
+
 def is_scalar(node: Node) -> bool:
     """Return True if node stands for a 0-d tensor."""
     return is_tensor(node) and value_of(node).dim() == 0

@@ -132,7 +132,7 @@ def shared_between_storages(tensors: Iterable[Tensor]) -> bool:
 def has_values(t: Tensor) -> bool:
     """Return True if a tensor's memory has its values, and not their negatives, as of conjugated
     complex numbers, or none, as of zeros that autograd has not made yet."""
-    return has_memory(t) and not (t.is_neg() or t._is_zerotensor())
+    return has_memory(t) and not t.is_neg()
 
 
 def is_expanded(t: Tensor) -> bool:
