@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from repeated_steps import params_of, values
+from shared_runs import same
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -53,11 +55,6 @@ def start(kind: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     return kind([p.requires_grad_() for p in params])
 
 
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    params: list[Tensor] = optimizer.param_groups[0]["params"]
-    return params
-
-
 def take(optimizer: Any, first: int, last: int, turns: bool = False) -> None:
     for k in range(first, last):
         draw = torch.Generator().manual_seed(k)
@@ -67,11 +64,6 @@ def take(optimizer: Any, first: int, last: int, turns: bool = False) -> None:
         optimizer.step()
 
 
-def bits(optimizer: Optimizer) -> list[Tensor]:
-    tensors = [t for p in params_of(optimizer) for t in (p, *optimizer.state[p].values())]
-    return [x.detach().clone() for t in tensors for x in (t, *collage_fx.residuals(t))]
-
-
 def trained(kind: Any, last: int = 8, turns: bool = False, **options: Any) -> Any:
     optimizer = start(kind)
     collage_fx.compile_(optimizer, **options)
@@ -79,9 +71,8 @@ def trained(kind: Any, last: int = 8, turns: bool = False, **options: Any) -> An
     return optimizer
 
 
-def same(one: Optimizer, other: Optimizer) -> bool:
-    a, b = bits(one), bits(other)
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+def same_bits(one: Optimizer, other: Optimizer) -> bool:
+    return same(values(one), values(other))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -103,7 +94,7 @@ def test_bits_are_those_of_a_step_that_writes_its_states(
     options: dict[str, Any], turns: bool
 ) -> None:
     ours = trained(Adam, turns=turns, **options)
-    assert same(ours, trained(InPlace, turns=turns, **options))
+    assert same_bits(ours, trained(InPlace, turns=turns, **options))
     report = str(collage_fx.report(ours))
     assert "0 graph" not in report and "recorded whole" not in report
 
@@ -113,13 +104,13 @@ def test_values_are_those_of_float64() -> None:
     ours, plain, exact = trained(Adam), start(Adam), start(Adam, torch.float64)
     take(plain, 0, 8)
     take(exact, 0, 8)
-    for key, moved in (("p", values(start(Adam), "p")), ("v", 0)):
-        way = (values(exact, key) - moved).norm()
-        assert (values(ours, key) - values(exact, key)).norm() < 0.003 * way
-        assert (values(plain, key) - values(exact, key)).norm() > 0.003 * way
+    for key, moved in (("p", whole(start(Adam), "p")), ("v", 0)):
+        way = (whole(exact, key) - moved).norm()
+        assert (whole(ours, key) - whole(exact, key)).norm() < 0.003 * way
+        assert (whole(plain, key) - whole(exact, key)).norm() > 0.003 * way
 
 
-def values(optimizer: Optimizer, key: str) -> Tensor:
+def whole(optimizer: Optimizer, key: str) -> Tensor:
     found = [p if key == "p" else optimizer.state[p][key] for p in params_of(optimizer)]
     return torch.cat([collage_fx.value(t).detach().double().flatten() for t in found])
 
@@ -148,7 +139,7 @@ def test_writes_from_outside_are_seen() -> None:
             else:
                 take(optimizer, k, k + 1)
         found.append(optimizer)
-    assert same(*found)
+    assert same_bits(*found)
 
 
 def test_a_resumed_run_has_the_same_bits() -> None:
@@ -160,7 +151,7 @@ def test_a_resumed_run_has_the_same_bits() -> None:
     collage_fx.compile_(resumed)
     resumed.load_state_dict(copy.deepcopy(first.state_dict()))
     take(resumed, 5, 8)
-    assert same(whole, resumed)
+    assert same_bits(whole, resumed)
 
 
 def test_without_it_such_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
