@@ -422,7 +422,9 @@ class _Step:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
         if self.replaced:
             given = renewed(args, self.replaced, naming(self.session.optimizer))
-            return with_states(steps.run_graph(self.code, given), self.replaced, given)
+            results = with_states(steps.run_graph(self.code, given), self.replaced, given)
+            steps.note_renewed(self.replaced, results, args)
+            return results
         binds = steps.done_by_graph and self.backoff.is_due() and not self.symbols.assumed
         if not binds or is_looked_at() or left_out.is_open():
             return steps.run_graph(self.code, args)

@@ -58,8 +58,8 @@ class Service:
     """The states of a step, by their tensors."""
     of_memory: dict[Any, _Account] = field(default_factory=dict)
     """Accounts by memory: a graph may write p.detach() in the place of p."""
-    places: set[Any] = field(default_factory=set)
-    """Places that had a state when the step began."""
+    places: dict[Any, int] = field(default_factory=dict)
+    """Places that had a state when the step began -> the id of its tensor."""
     elsewhere: set[Any] = field(default_factory=set)
     """The places of states that are in none that is looked at, and last from step to step."""
     by_graph: dict[int, tuple[Tensor, StatePlan]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Service:
             id(o.tensor): _Account(self._served(o), version(o.tensor), memory_key(o.tensor))
             for o in states
         }
-        self.places = {o.place for o in states}
+        self.places = {o.place: id(o.tensor) for o in states}
 
     def begin_again(self, states: Iterable[Tensor]) -> None:
         """Begin a step with the states of the last one."""

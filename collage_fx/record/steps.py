@@ -21,6 +21,7 @@ from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, Stat
 from collage_fx.optimizer.ownership import PARAM, Owned, params_of
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.served import RETURNED, not_given
+from collage_fx.passes.dedup.replaced_states import Replaced
 from collage_fx.passes.ir.program import StatePlan
 from collage_fx.record.dispatch_modes import off_stack
 from collage_fx.record.known_states import (
@@ -106,8 +107,8 @@ class Steps:
         """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
-        self.renewed: set[int] = set()
-        """The memory of results that graphs, once compiled, store in copies of states."""
+        self.renewed: dict[int, int] = {}
+        """The memory of results that graphs store in copies of states -> the ids of the states."""
         self.words = LowWords(
             compensable_dtypes(config.storage),
             config.arithmetic == "eft",
@@ -453,8 +454,12 @@ class Steps:
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
         """Record the operations of a Dynamo graph; return its results."""
         results = self.recorder.graph(self.sources[graph], args)
-        self.renewed.update(memory_key(results[k]) for k in graph.replaced)
+        self.note_renewed(graph.replaced, results, args)
         return results
+
+    def note_renewed(self, replaced: Replaced, results: Any, args: tuple[Any, ...]) -> None:
+        """Note the results of a graph that it stores, once compiled, in copies of states."""
+        self.renewed |= {memory_key(results[k]): id(args[j]) for k, j in replaced.items()}
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
         """Return True if a graph would not see all of its arguments, which are known better here.
@@ -583,11 +588,17 @@ class Steps:
         new = service.take_up(present)
         # Others are norms, say, that somebody looks at.
         replaced = [o for o in new if o.tensor.dim() or o.param in scalars]
-        unknown = [o for o in replaced if memory_key(o.tensor) not in self.renewed]
-        for owned in (o for o in unknown if o.place in service.places):
-            if memory_key(owned.tensor) in self.returned:
+        for owned in (o for o in replaced if o.place in service.places):
+            key = memory_key(owned.tensor)
+            if key in self.returned:
                 self._chained(owned.name)
-            elif self.compiles and self.switches and self.words.has_made(owned.tensor):
+            elif self.renewed.get(key) == service.places[owned.place]:
+                continue
+            elif (
+                self.compiles
+                and self.switches
+                and (key in self.renewed or self.words.has_made(owned.tensor))
+            ):
                 self.enter(Cause.REPLACED)
                 service.note_replaced(owned.name)
         self.words.adopt(self._moved(present))

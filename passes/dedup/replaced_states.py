@@ -7,7 +7,7 @@ a high word and no more. Given a copy of the old tensor, the graph may as well o
 
 import operator
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ def stored_in_place(
 ) -> tuple[GraphModule, Replaced]:
     """Return a graph that overwrites states with their successors and returns only the rest.
 
-    The successor of a state is the result that looks like it and is computed of it, and of no other
-    tensor that looks so and may be a state, wherever that is kept. Wherever such a result is put,
-    its value is right: the caller gives the graph a copy of the state. Of two states nothing says
-    which one a result takes the place of.
+    The successor of a state is the result that looks like it and is computed of it by the fewest
+    operations; of states that are left, results that are computed of none, in their order. Nothing
+    in the graph says that it is put there, which the caller may see. Its value is right wherever it
+    is put: the caller gives the graph a copy of the state. A result of what may be a state that is
+    kept elsewhere takes no place.
 
     Before::
 
@@ -71,39 +72,50 @@ def stored_in_place(
 
 
 def _successors(gm: GraphModule, states: Container[int], others: Container[int]) -> Replaced:
-    """Return the results that are computed of one such state, which no other result is alone."""
     inputs = [n for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op)]
     results: Any = gm.graph.output_node().args[0]
     given, made = _memory(inputs), _memory(results)
     written = _memory([n.args[0] for n in gm.graph.nodes if n.args and overwrites(n)])
     like = {j: t for j, n in enumerate(inputs) if j not in others for t in _tensors(n)}
     own = {
-        j
+        j: t
         for j, t in like.items()
         if j in states and t.dtype in LOW_PRECISION and given[memory_of(t)] == 1
         if _is_dense(t)
         if memory_of(t) not in made and memory_of(t) not in written
     }
-    sources = _sources(gm.graph, {inputs[j]: frozenset({j}) for j in like})
-    left = {
-        k: {j for j in sources[result] if _alike(like[j], value)}
+    new = {
+        k: value
         for k, result in enumerate(results)
         for value in _tensors(result)
         if made[memory_of(value)] == 1 and memory_of(value) not in given
     }
-    alone = {k: next(iter(found)) for k, found in left.items() if len(found) == 1 and found <= own}
-    count = Counter(alone.values())
-    return {k: j for k, j in alone.items() if count[j] == 1}
+    far = _distances(gm.graph, {inputs[j]: {j: 0} for j in like})
+    near = {
+        k: {j: n for j, n in far[results[k]].items() if _alike(like[j], value)}
+        for k, value in new.items()
+    }
+    ways = [(n, k, j) for k in near if near[k].keys() <= own.keys() for j, n in near[k].items()]
+    found: Replaced = {}
+    for _, k, j in sorted(ways):
+        if k not in found and j not in found.values():
+            found[k] = j
+    left = [j for j in own if j not in found.values()]
+    for k in (k for k in near if not near[k]):
+        for j in [j for j in left if _alike(own[j], new[k])][:1]:
+            found[k] = j
+            left.remove(j)
+    return found
 
 
-def _sources(graph: Graph, begin: dict[Node, frozenset[int]]) -> dict[Any, frozenset[int]]:
-    """Return the states from which each node is computed; in lists, each tensor by itself."""
-    found: dict[Any, frozenset[int]] = dict(begin)
-    each: dict[Any, list[frozenset[int]]] = {}
+def _distances(graph: Graph, begin: dict[Node, dict[int, int]]) -> dict[Any, dict[int, int]]:
+    """Return how many operations each node is from states; in lists, each tensor by itself."""
+    found: dict[Any, dict[int, int]] = dict(begin)
+    each: dict[Any, list[dict[int, int]]] = {}
 
-    def of(operands: Any) -> frozenset[int]:
+    def of(operands: Any) -> dict[int, int]:
         nodes = (n for n in tree_leaves(operands) if isinstance(n, Node))
-        return frozenset[int]().union(*(found[n] for n in nodes))
+        return _nearest({j: n + 1 for j, n in found[node].items()} for node in nodes)
 
     for node in graph.nodes:
         if node in begin or node.op == "output":
@@ -115,14 +127,21 @@ def _sources(graph: Graph, begin: dict[Node, frozenset[int]]) -> dict[Any, froze
         if is_foreach(node):
             lists = [a for a in node.args if isinstance(a, list | tuple)]
             shared = of([a for a in node.args if a not in lists])
-            each[node] = [shared | of(row) for row in zip(*lists, strict=True)]
+            each[node] = [_nearest([shared, of(row)]) for row in zip(*lists, strict=True)]
         if node.args and overwrites(node):  # who reads it later reads what enters here
             written = tree_leaves(node.args[0])
             for a, entered in zip(
                 written, each.get(node, [found[node]] * len(written)), strict=True
             ):
                 if isinstance(a, Node):
-                    found[a] |= entered
+                    found[a] = _nearest([found[a], entered])
+    return found
+
+
+def _nearest(distances: Iterable[dict[int, int]]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for one in distances:
+        found |= {j: min(n, found.get(j, n)) for j, n in one.items()}
     return found
 
 

@@ -48,6 +48,64 @@ class InPlace(Adam):
     in_place = True
 
 
+class Adan(Optimizer):
+    """Adan as one writes it down: results of two states, and one of none."""
+
+    in_place = False
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, g = self.state[p], p.grad
+                if not state:
+                    state.update({key: torch.zeros_like(p) for key in ("m", "d", "v")})
+                    state["before"] = g.clone()
+                change = g - state["before"]
+                new = {
+                    "before": g.clone(),
+                    "m": 0.98 * state["m"] + 0.02 * g,
+                    "d": 0.08 * change + 0.92 * state["d"],
+                    "v": 0.01 * (g + 0.92 * change) ** 2 + 0.99 * state["v"],
+                }
+                for key in new:
+                    if self.in_place:
+                        state[key].copy_(new[key])
+                    else:
+                        state[key] = new[key]
+                update = state["m"] + 0.92 * state["d"]
+                p.addcdiv_(update, state["v"].sqrt() + 1e-8, value=-group["lr"])
+
+
+class AdanInPlace(Adan):
+    in_place = True
+
+
+class Exchanging(Adam):
+    """Adam whose moments exchange their places."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.ones_like(p)
+                m, v = 0.99 * state["v"] + 0.01 * p.grad, 0.99 * state["m"] + 0.02 * p.grad
+                if self.in_place:
+                    m, v = m.clone(), v.clone()
+                    state["m"].copy_(m)
+                    state["v"].copy_(v)
+                else:
+                    state["m"], state["v"] = m, v
+                p.add_(state["v"], alpha=-group["lr"])
+
+
 def start(kind: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     draw = torch.Generator().manual_seed(0)
     shapes: list[tuple[int, ...]] = [(4, 3), (7,), (5, 2), ()]
@@ -89,14 +147,30 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.quick("{}-*", "*ulp4*-False")
+@pytest.mark.parametrize("kinds", [(Adam, InPlace), (Adan, AdanInPlace)], ids=["Adam", "Adan"])
+@pytest.mark.quick("*-{}-*", "Adam-*ulp4*-False")
 def test_bits_are_those_of_a_step_that_writes_its_states(
-    options: dict[str, Any], turns: bool
+    kinds: tuple[Any, Any], options: dict[str, Any], turns: bool
 ) -> None:
-    ours = trained(Adam, turns=turns, **options)
-    assert same_bits(ours, trained(InPlace, turns=turns, **options))
+    ours = trained(kinds[0], turns=turns, **options)
+    assert same_bits(ours, trained(kinds[1], turns=turns, **options))
     report = str(collage_fx.report(ours))
     assert "0 graph" not in report and "recorded whole" not in report
+
+
+def test_states_that_exchange_places_are_recorded() -> None:
+    """The nearest state of a result is the other one."""
+
+    class InPlace(Exchanging):
+        in_place = True
+
+    ours, other, exact = trained(Exchanging), trained(InPlace), start(Exchanging, torch.float64)
+    take(exact, 0, 8)
+    assert "the steps are recorded whole" in str(collage_fx.report(ours))
+    for key in ("p", "m", "v"):
+        value = whole(exact, key)
+        assert (whole(ours, key) - value).norm() < 1e-4 * value.norm()
+        assert (whole(other, key) - value).norm() < 1e-4 * value.norm()
 
 
 def test_values_are_those_of_float64() -> None:
