@@ -199,6 +199,7 @@ WarningName = Literal[
     "own-state-dict",
     "ownerless",
     "pattern",
+    "plain-call",
     "plain-steps",
     "put-in-place",
     "recompile-limit",

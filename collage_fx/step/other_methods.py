@@ -142,6 +142,7 @@ def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:
     everyone = family(optimizer)
     parts = _called_in_steps([type(one) for one in everyone])
     for one in everyone:
+        _warn_of_call(type(one), steps)
         methods = _methods_of(type(one))
         if any(map(_takes_step, methods.values())):
             parts = set()
@@ -150,6 +151,19 @@ def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:
             ours = before is None or (one is optimizer and isinstance(before, ServedMethod))
             if ours and name not in parts:
                 vars(one)[name] = ServedMethod(one, own, steps)
+
+
+def _warn_of_call(cls: type, steps: "Steps") -> None:
+    """Warn of `optimizer()` that writes parameters: Python looks no `__call__` up in an object."""
+    own = next((vars(c)["__call__"] for c in cls.__mro__ if "__call__" in vars(c)), None)
+    if not isinstance(own, types.FunctionType) or _takes_step(own):
+        return
+    if any("param_groups" in _names_in(code) for code in codes(own)):
+        steps.warn(
+            "plain-call",
+            f"a call of {cls.__name__} itself, as in optimizer(), reaches its parameters "
+            "without compensation: give that method a name, as in optimizer.update()",
+        )
 
 
 def _methods_of(cls: type) -> dict[str, Callable[..., Any]]:

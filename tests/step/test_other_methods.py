@@ -231,3 +231,27 @@ def test_a_method_that_the_user_compiles_is_a_function() -> None:
     evaluated()
     assert not optimizer.param_groups[0]["trains"]
     assert "eval" in str(collage_fx.report(evaluated))
+
+
+class Called(Averaged):
+    """One that is called itself."""
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(LR)
+
+
+class Named(Averaged):
+    """The control: its call does what a method does."""
+
+    def __call__(self) -> None:
+        self.eval()
+
+
+def test_an_optimizer_that_is_called_itself_is_warned_of() -> None:
+    with pytest.warns(collage_fx.CollageWarning, match="as in optimizer.., reaches its"):
+        collage_fx.compile_(Called(start(torch.bfloat16)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collage_fx.compile_(Named(start(torch.bfloat16)))
