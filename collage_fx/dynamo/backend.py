@@ -423,7 +423,7 @@ class _Step:
         if self.replaced:
             given = renewed(args, self.replaced, naming(self.session.optimizer))
             results = with_states(steps.run_graph(self.code, given), self.replaced, given)
-            steps.note_renewed(self.replaced, results, args)
+            steps.stored(self.replaced, results, args)
             return results
         binds = steps.done_by_graph and self.backoff.is_due() and not self.symbols.assumed
         if not binds or is_looked_at() or left_out.is_open():

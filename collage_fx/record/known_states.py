@@ -1,7 +1,7 @@
 """Cache of the states that steps may carry, looked for anew only where something has changed."""
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -35,6 +35,8 @@ class KnownStates:
     memory: list[int] = field(default_factory=list)
     """The storage of each tensor that there was then."""
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    """The ids of the tensors."""
     states: list[int] = field(default_factory=list)
     """Positions of the tensors that may be compensated."""
     identities: list[int] = field(default_factory=list)
@@ -51,11 +53,22 @@ class KnownStates:
             at = {id(o.tensor): i for i, o in reversed(list(enumerate(found)))}
             states = self.discovery.find(self.storages.is_compensable, self.warn)
             self.tensors = [weakref.ref(o.tensor) for o in found]
+            self.ids = [id(o.tensor) for o in found]
             self.states = [at[id(o.tensor)] for o in states]
             # Looking for them may have dropped residuals.
             self.generation, self.memory = STORE.generation, memory
             self.identities = self.discovery.identities()
         return [found[i] for i in self.states]
+
+    def renew(self, new: Mapping[int, Tensor]) -> bool:
+        """Know tensors that have taken the places of others, by the ids of these; False if not."""
+        identities = [id(new[i]) if i in new else i for i in self.identities]
+        if identities != self.discovery.identities():
+            return False
+        for k, t in [(k, new[i]) for k, i in enumerate(self.ids) if i in new]:
+            self.tensors[k], self.ids[k], self.memory[k] = weakref.ref(t), id(t), memory_key(t)
+        self.generation, self.identities = STORE.generation, identities
+        return True
 
     def __len__(self) -> int:
         """Return the number of states found last."""

@@ -1,6 +1,6 @@
 """Accounts of how each state is written, in a step and in all of them, and the warnings of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,11 @@ class Service:
         """Begin a step with the states of the last one."""
         for tensor in states:
             self.of_tensor[id(tensor)].version = version(tensor)
+
+    def renew(self, new: Mapping[int, Tensor]) -> None:
+        """Know tensors that have taken the places of states, by the ids of these."""
+        accounts = {id(t): self.of_tensor.pop(i) for i, t in new.items() if i in self.of_tensor}
+        self.of_tensor |= accounts
 
     def take_up(self, states: Sequence[Owned]) -> list[Owned]:
         """Know these states at the end of a step; return those that were not there before."""

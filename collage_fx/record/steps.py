@@ -1,7 +1,7 @@
 """Steps of one optimizer or function: compiled by Dynamo, or recorded, and accounts of both."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from collage_fx.hooks import nested_compile
 from collage_fx.hooks.dynamo_settings import Failures
 from collage_fx.optimizer.checkpoints.agreement import check_loads
 from collage_fx.optimizer.checkpoints.history import History, history_of
-from collage_fx.optimizer.checkpoints.places import hand_on, note_places
+from collage_fx.optimizer.checkpoints.places import hand_on, note_places, renew_places
 from collage_fx.optimizer.discovery import FunctionStates, OptimizerStates, StateStorage
 from collage_fx.optimizer.ownership import PARAM, Owned, params_of
 from collage_fx.optimizer.parameter_names import naming
@@ -107,8 +107,8 @@ class Steps:
         """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
-        self.renewed: dict[int, int] = {}
-        """The memory of results that graphs store in copies of states -> the ids of the states."""
+        self.renewed: dict[int, Tensor] = {}
+        """The ids of states -> the results that graphs store in copies of these."""
         self.words = LowWords(
             compensable_dtypes(config.storage),
             config.arithmetic == "eft",
@@ -281,7 +281,6 @@ class Steps:
         """Take up the states as they are now, or at the first operation outside of graphs."""
         self.check_states()
         self.returned.clear()
-        self.renewed.clear()
         self.other_memory.begin()
         self.interpreted |= self.failures.no_compiler
         self.forced = nested_compile.stance_is_eager()
@@ -454,12 +453,19 @@ class Steps:
     def recorded(self, graph: Any, args: tuple[Any, ...]) -> Any:
         """Record the operations of a Dynamo graph; return its results."""
         results = self.recorder.graph(self.sources[graph], args)
-        self.note_renewed(graph.replaced, results, args)
+        self._note_renewed(graph.replaced, results, args)
         return results
 
-    def note_renewed(self, replaced: Replaced, results: Any, args: tuple[Any, ...]) -> None:
-        """Note the results of a graph that it stores, once compiled, in copies of states."""
-        self.renewed |= {memory_key(results[k]): id(args[j]) for k, j in replaced.items()}
+    def _note_renewed(self, replaced: Replaced, results: Any, args: tuple[Any, ...]) -> None:
+        self.renewed |= {id(args[j]): results[k] for k, j in replaced.items()}
+
+    def stored(self, replaced: Replaced, results: Any, args: tuple[Any, ...]) -> None:
+        """Note the results that a compiled graph has stored in copies of states.
+
+        A result in the place of another state has the low word that this one would need.
+        """
+        self._note_renewed(replaced, results, args)
+        self.returned.update(memory_key(results[k]) for k in replaced)
 
     def expands(self, args: tuple[Any, ...], *, writes: bool) -> bool:
         """Return True if a graph would not see all of its arguments, which are known better here.
@@ -534,11 +540,16 @@ class Steps:
             return self.repeated()
         self.look()
         asleep = self.recorder.asleep
-        unaccounted = self._account_asleep() if asleep else self._account()
+        known = asleep and bool(self.renewed) and self.states.renew(self.renewed)
+        renewed = self.renewed if known else {}
+        unaccounted = self._account_asleep(renewed) if asleep else self._account()
         if isinstance(self.discovery, OptimizerStates):
-            if not asleep or self.noted != STORE.generation:
+            if renewed:
+                renew_places(self.discovery.optimizer(), renewed)
+            elif not asleep or self.noted != STORE.generation:
                 note_places(self.discovery.optimizer())
             self.noted = STORE.generation
+        self.renewed.clear()
         self.recorder.asleep = False
         self.service.by_graph.clear()
         if failed:  # what was counted as written need not have been
@@ -573,9 +584,10 @@ class Steps:
             return True
         return any(p.grad is not None for p in params_of(self.discovery.optimizer()))
 
-    def _account_asleep(self) -> list[str]:
+    def _account_asleep(self, renewed: Mapping[int, Tensor]) -> list[str]:
         """Count what graphs have written in a step like the last; name what others have."""
         service = self.service
+        service.renew(renewed)
         rest = [t for t in self.states.alive() if id(t) not in service.by_graph]
         unaccounted = service.unaccounted(rest)
         service.count_graphs()
@@ -583,21 +595,20 @@ class Steps:
 
     def _account(self) -> list[str]:
         """Account for what was written; return the names of states that nobody accounts for."""
-        service, present = self.service, self.states.find()
+        service, present, places = self.service, self.states.find(), self.service.places
         scalars = {o.param for o in present if o.key == PARAM and not o.tensor.dim()}
         new = service.take_up(present)
         # Others are norms, say, that somebody looks at.
         replaced = [o for o in new if o.tensor.dim() or o.param in scalars]
-        for owned in (o for o in replaced if o.place in service.places):
-            key = memory_key(owned.tensor)
-            if key in self.returned:
+        by_results = {id(t): key for key, t in self.renewed.items()}
+        others = [o for o in replaced if by_results.get(id(o.tensor)) != places.get(o.place, 0)]
+        for owned in (o for o in others if o.place in places):
+            if memory_key(owned.tensor) in self.returned:
                 self._chained(owned.name)
-            elif self.renewed.get(key) == service.places[owned.place]:
-                continue
             elif (
                 self.compiles
                 and self.switches
-                and (key in self.renewed or self.words.has_made(owned.tensor))
+                and (id(owned.tensor) in by_results or self.words.has_made(owned.tensor))
             ):
                 self.enter(Cause.REPLACED)
                 service.note_replaced(owned.name)
@@ -613,10 +624,10 @@ class Steps:
             if self.words.has_written(owned.tensor):
                 service.note(owned, self.executors.plans.get(id(owned.tensor)))
         service.warn_elsewhere(self.words.memory.lasting)
-        others = [o.tensor for o in rest if id(o.tensor) not in outside]
-        unaccounted = service.unaccounted(others, [o.tensor for o in outside.values()])
+        left = [o.tensor for o in rest if id(o.tensor) not in outside]
+        unaccounted = service.unaccounted(left, [o.tensor for o in outside.values()])
         service.count_graphs()
-        self.quiet = bool(service.by_graph) and not outside and not replaced
+        self.quiet = bool(service.by_graph) and not outside and not others
         settled = self.steps >= TRIED and self.switches and not (self.waited or self.forced)
         if outside and settled and self.traces:
             self._go_on_recording()

@@ -76,7 +76,9 @@ class Residual:
     tensor: InitVar[Tensor]
     storage: str
     name: StateName
+    lows: InitVar[tuple[Tensor, ...] | None] = None
     components: tuple[Tensor, ...] = field(init=False)
+    """Those that were given, or zeros."""
     draws: int = 0
     """Number of roundings by chance of the last word; each takes another seed."""
     expected: Expected | None = None
@@ -118,8 +120,8 @@ class Residual:
     _slot: int = field(default=0, init=False)
     _dtype: torch.dtype = field(init=False)
 
-    def __post_init__(self, tensor: Tensor) -> None:
-        self.components = zeros(tensor, self.storage)
+    def __post_init__(self, tensor: Tensor, lows: tuple[Tensor, ...] | None) -> None:
+        self.components = zeros(tensor, self.storage) if lows is None else lows
         self._versions = array("q", [-1])
         self._dtype, self.shape = tensor.dtype, tensor.shape
         self.packed = self._kind.packed

@@ -97,8 +97,8 @@ class ResidualStore:
 
     def copy(self, residual: Residual, tensor: Tensor) -> Residual:
         """Give a tensor a copy of the residual of an equal one."""
-        copied = self.adopt(tensor, None, residual.storage, residual.name)
-        copied.components = tuple(c.clone() for c in residual.components)
+        lows = tuple(c.clone() for c in residual.components)
+        copied = self.adopt(tensor, lows, residual.storage, residual.name)
         copied.draws = residual.draws
         return copied
 
@@ -255,7 +255,7 @@ class ResidualStore:
         """
         storage = storage if lows is None else storage_of(tensor, lows, str(name))
         old = self._residuals.get(id(tensor))
-        residual = Residual(tensor, storage, name, sums=sums)
+        residual = Residual(tensor, storage, name, lows, sums=sums)
         self._keep(tensor, residual)
         if old is not None:
             residual.draws, residual.provisional = old[1].draws, old[1].provisional
@@ -266,8 +266,6 @@ class ResidualStore:
             self.generation += 1
         else:
             self.gradients += 1
-        if lows is not None:
-            residual.components = lows
         return residual
 
     def bits_for(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx.dynamo import backend
+from collage_fx.optimizer.discovery import OptimizerStates
 
 
 class Adam(Optimizer):
@@ -164,9 +165,10 @@ def test_states_that_exchange_places_are_recorded() -> None:
     class InPlace(Exchanging):
         in_place = True
 
-    ours, other, exact = trained(Exchanging), trained(InPlace), start(Exchanging, torch.float64)
+    with pytest.warns(collage_fx.CollageWarning, match="recorded whole from now on"):
+        ours = trained(Exchanging)
+    other, exact = trained(InPlace), start(Exchanging, torch.float64)
     take(exact, 0, 8)
-    assert "the steps are recorded whole" in str(collage_fx.report(ours))
     for key in ("p", "m", "v"):
         value = whole(exact, key)
         assert (whole(ours, key) - value).norm() < 1e-4 * value.norm()
@@ -232,3 +234,27 @@ def test_without_it_such_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     """The control: a graph would have the high words only of what it returns."""
     monkeypatch.setattr(backend, "with_renewed_states", lambda gm, *_: (gm, {}))
     assert "the steps are recorded whole" in str(collage_fx.report(trained(Adam)))
+
+
+def test_a_step_like_the_last_does_not_look_for_its_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: who puts another tensor in the place of one has them looked for.
+
+    It gets the residual of the place, which the steps before have noted.
+    """
+    looks: list[str] = []
+    find = OptimizerStates.find
+    monkeypatch.setattr(OptimizerStates, "find", lambda *a: looks.append("") or find(*a))
+    found = []
+    for kind in (Adan, AdanInPlace):
+        optimizer = trained(kind, 4)
+        looks.clear()
+        take(optimizer, 4, 7)
+        assert not looks
+        for p in params_of(optimizer):
+            optimizer.state[p]["v"] = optimizer.state[p]["v"].clone()
+        take(optimizer, 7, 9)
+        assert looks
+        found.append(optimizer)
+    assert same_bits(*found)

@@ -1,7 +1,9 @@
 """Residuals by the places of states, for tensors that replace others between steps."""
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
@@ -21,6 +23,18 @@ def note_places(optimizer: Optimizer) -> None:
     pairs = zip(found, STORE.of([o.tensor for o in found]), strict=True)
     places: Places = {o.place: (WeakIdRef(o.tensor), r) for o, r in pairs if r is not None}
     _PLACES[optimizer] = places
+
+
+def renew_places(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
+    """Note the residuals of tensors that have taken the places of others, by the ids of these."""
+    places: Places = _PLACES.get(optimizer, {})
+    for place, (before, _) in list(places.items()):
+        if (t := new.get(hash(before))) is None:
+            continue
+        if (residual := STORE.get(t)) is None:
+            del places[place]
+        else:
+            places[place] = WeakIdRef(t), residual
 
 
 def hand_on(optimizer: Optimizer) -> None:
