@@ -22,7 +22,13 @@ from collage_fx.compilation.session import Outcome, Session, StandsForOthers
 from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at, looked_at
 from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
-from collage_fx.dynamo.renewed_states import renewed, with_renewed_states, with_states
+from collage_fx.dynamo.renewed_states import (
+    give_new_memory,
+    located,
+    renewed,
+    with_renewed_states,
+    with_states,
+)
 from collage_fx.dynamo.symbols import Symbols, writes_number
 from collage_fx.gradients.graph import multiply_apart
 from collage_fx.gradients.multiplied import Multiplied
@@ -37,7 +43,7 @@ from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.dedup.denominator import one_denominator
 from collage_fx.passes.dedup.repeated_tensors import divide_repeated
-from collage_fx.passes.dedup.replaced_states import Replaced
+from collage_fx.passes.dedup.replaced_states import Replaced, written_in_place
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.passes.ir.verdict import VerdictKind
@@ -267,10 +273,14 @@ class _Step:
         is_step = session.stand_ins is None and session.is_whole(gm)
         self.replaced: Replaced = {}
         """The states that are overwritten in a copy; see `stored_in_place`."""
+        moved: list[Node] = []
         if steps is not None:
             steps.sources[self] = gm
         if steps is not None and optimizer is not None and is_step:
             gm, self.replaced = with_renewed_states(gm, example_inputs, optimizer)
+            gm, moved = written_in_place(gm)
+        self.moved = [located(gm, n) for n in moved]
+        """Finders, in a call's arguments, of the inputs that get new memory before each."""
         self.gm = gm
         part = session.stand_ins is not stand_ins
         self.waits = 1 if part else 2 if session.begins(gm) else 0
@@ -420,13 +430,15 @@ class _Step:
 
     def _run(self, steps: Steps, args: tuple[Any, ...]) -> Any:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
+        if self.moved:
+            give_new_memory([find(args) for find in self.moved], naming(self.session.optimizer))
         if self.replaced:
             given = renewed(args, self.replaced, naming(self.session.optimizer))
             results = with_states(steps.run_graph(self.code, given), self.replaced, given)
             steps.stored(self.replaced, results, args)
             return results
         binds = steps.done_by_graph and self.backoff.is_due() and not self.symbols.assumed
-        if not binds or is_looked_at() or left_out.is_open():
+        if not binds or self.moved or is_looked_at() or left_out.is_open():
             return steps.run_graph(self.code, args)
         attributes = [t for find in self.static[1] if (t := find()) is not None]
         tensors = [t for t in (*args, *attributes) if isinstance(t, Tensor)]

@@ -1,14 +1,18 @@
 """States in whose place a step puts new tensors: copies, which its graph overwrites."""
 
+import functools
+import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import is_plain
+from collage_fx.compilation.residual_binding import Locate
 from collage_fx.optimizer.ownership import owned_tensors
 from collage_fx.passes.dedup.replaced_states import Replaced, stored_in_place
 from collage_fx.runtime.residuals.residual import Residual
@@ -61,6 +65,27 @@ def renewed(
     for j, made in zip(replaced.values(), new, strict=True):
         given[j] = made
     return tuple(given)
+
+
+def located(gm: GraphModule, node: Node) -> Locate:
+    """Return the function that finds an input of a Dynamo graph in the arguments of a call."""
+    if node.op == "get_attr":
+        found = weakref.ref(functools.reduce(getattr, str(node.target).split("."), gm))
+        return lambda args: found()  # which is not to be kept alive
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    return operator.itemgetter(names.index(node.name))
+
+
+def give_new_memory(tensors: list[Tensor], named: Callable[[str], str]) -> None:
+    """Give tensors new memory with their values: who has the old memory keeps these."""
+    with torch.no_grad(), _disable_current_modes():
+        pairs = [(t, r) for t, r in zip(tensors, STORE.of(tensors), strict=True) if r is not None]
+        STORE.clear_stale(pairs, named)
+        # All before any: what one gives up is no other one's by now.
+        for t, new in zip(tensors, [t.detach().clone() for t in tensors], strict=True):
+            t.data = new
+        for t, residual in pairs:
+            residual.settle(t)
 
 
 def _copy(residual: Residual, tensor: Tensor) -> None:

@@ -293,11 +293,12 @@ def overwrites(node: Node) -> bool:
     """Return True if an operation of a Dynamo graph overwrites its first operand."""
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable)
-    name = _name_of(node)
+    name = name_of(node)
     return name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
 
 
-def _name_of(node: Node) -> str:
+def name_of(node: Node) -> str:
+    """Return the name of what a node of a Dynamo graph calls."""
     target: Any = node.target
     return target if node.op == "call_method" else getattr(target, "__name__", "")
 
@@ -313,7 +314,7 @@ def _can_leave(node: Node) -> bool:
     if isinstance(target, OpOverload):
         mutable, first = target._schema.is_mutable, [a.name for a in target._schema.arguments[:1]]
         return not draws(target) and (not mutable or list(overwritten(target)) == first)
-    name = _name_of(node)
+    name = name_of(node)
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     plain |= getattr(target, "__module__", "") == torch.functional.__name__  # torch.norm, say
     # PyTorch's functions take `out` by that name only.

@@ -5,6 +5,7 @@ returns the new one: nothing in it says that one becomes the other, so that the 
 a high word and no more. Given a copy of the old tensor, the graph may as well overwrite that.
 """
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.dedup.deduplicate import module_of
-from collage_fx.passes.dedup.graph_scan import is_foreach, memory_of, overwrites
+from collage_fx.passes.dedup.graph_scan import is_foreach, memory_of, name_of, overwrites
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 from collage_fx.runtime.trees import tree_leaves
 
@@ -168,3 +169,76 @@ def _alike(state: Tensor, value: Tensor) -> bool:
     same = state.dtype is value.dtype and state.device == value.device
     graded = state.requires_grad or value.requires_grad
     return same and not graded and [*sizes] == [*map(str, others)]
+
+
+def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[Node]]:
+    """Return a graph that writes the inputs whose memory it replaces, and these inputs.
+
+    `p.data = x` leaves the old memory to who has it: the caller gives each of these inputs new
+    memory, with the same value, before the graph runs.
+
+    Before::
+
+        set_ = torch.Tensor.set_(p, x)
+        lower = _lower_version_count_by_1(set_)
+
+    After::
+
+        detach = p.detach()
+        detach.copy_(x)
+
+    Args:
+        gm: a Dynamo graph of a whole step, which stays as it is. One that reads the old memory
+            afterwards, or has the new one under another name, is returned as it is.
+    """
+    sets = [n for n in gm.graph.nodes if n.target is Tensor.set_]
+    if not sets or not all(_can_be_written(n) for n in sets):
+        return gm, []
+    graph, env = Graph(), dict[Node, Node]()
+    dropped = {user for n in sets for user in n.users}
+    for node in gm.graph.nodes:
+        if node in dropped:
+            continue
+        if node not in sets:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            continue
+        to, value = (env[n] for n in node.args)
+        written = graph.call_method("detach", (to,))
+        written.meta = dict(value.meta)
+        graph.call_method("copy_", (written, value)).meta = dict(value.meta)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+    return module_of(gm, graph), list(dict.fromkeys(n.args[0] for n in sets))
+
+
+def _can_be_written(set_: Node) -> bool:
+    """Return True if a write of an input's memory is all that replacing it comes to."""
+    to, value, *others = set_.args
+    whole = not others and not set_.kwargs and isinstance(to, Node) and isinstance(value, Node)
+    if not whole or to.op not in ("placeholder", "get_attr"):
+        return False
+    state, new = _tensors(to), _tensors(value)
+    fits = state and new and _is_dense(new[0]) and state[0].dtype in LOW_PRECISION
+    if not fits or state[0].dtype is not new[0].dtype or any(user.users for user in set_.users):
+        return False
+    before = _before(set_)
+    old = {memory_of(t) for n in to.users if n in before and _may_be_view(n) for t in _tensors(n)}
+    same = {n for n in before for t in _tensors(n) if memory_of(t) in (memory_of(new[0]), *old)}
+    inputs = {n for n in same if n.op in ("placeholder", "get_attr")} - {to}
+    return not inputs and all(
+        user in before or user is set_ for n in same - {to} for user in n.users
+    )
+
+
+def _before(node: Node) -> set[Node]:
+    return set(itertools.takewhile(lambda n: n is not node, node.graph.nodes))
+
+
+def _may_be_view(node: Node) -> bool:
+    """Return True if an operation may return the memory of its operand."""
+    if getattr(operator, name_of(node), None) is node.target:
+        return node.target is operator.getitem
+    packet = getattr(torch.ops.aten, name_of(node), None)
+    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    schemas = [o._schema for o in overloads]
+    return not schemas or any(r.alias_info is not None for s in schemas for r in s.returns)
