@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes for two cores, of one thread each.
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test quick test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz \
+.PHONY: demo test quick test-all test-torch test-nightly test-cuda-emulated canary tested-version fuzz suites \
 	lint docs lint-workflows release committed bench bench-peers gpu gpu-here gpu-prepared gpu-emulated a-gpu \
 	coverage engine-times evidence clean
 
@@ -39,6 +39,12 @@ fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(PROGRAMS),--programs $(PROGRAMS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(WAYS),--ways $(WAYS))
+
+# Tests of other optimizer packages, as they are and with every step compiled: none may fail for it. Their
+# sources, in build/suites, are those of requirements-suites.txt; an hour or two on two cores.
+#   make suites ONLY=timm        make suites ARGS="--steps kernels"
+suites: $(READY)
+	$(BIN)/python tests/support/suites.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # $(call install,ENVIRONMENT,ARGUMENTS): says nothing, or what pip has said last. With --quiet pip does
 # not tell which requirements, or constraints, conflict.
