@@ -49,6 +49,9 @@ _SHARERS: _Names = {
     queue.Queue: ("put",),
 }
 """Methods after which somebody may read a tensor's memory, or any, whenever they want."""
+_SETTERS = ("__setitem__",)
+"""Methods of tensors that make a 16-bit one of a number on its way to elements, which may be whole;
+nothing waits for it."""
 _CONSTRUCTORS: _Names = {torch: ("tensor", "as_tensor", "asarray")}
 """Functions of torch that take elements from tensors: torch.tensor([a.norm(), b.norm()])."""
 _MAKERS = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1}
@@ -117,7 +120,7 @@ class _Patch:
                 setattr(owner, name, own)
 
 
-_OF_TENSORS = _Patch(_READERS, _SHARERS)
+_OF_TENSORS = _Patch({Tensor: (*_READERS[Tensor], *_SETTERS)}, _SHARERS)
 _OF_TORCH = _Patch(_CONSTRUCTORS)
 _OF_STREAMS = _Patch(_STREAMS)
 constructors = _OF_TORCH.used
@@ -166,6 +169,13 @@ def _made_of(args: Any, kwargs: Any, position: int) -> Any:
     return args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
 
 
+def _with_whole_number(t: Tensor, at: Any, value: Any) -> tuple[Any, ...]:
+    """Return the arguments of `t[at] = value` with a tensor of fp32 in the place of a number."""
+    if isinstance(value, float) and t.dtype in LOW_PRECISION:
+        value = torch.full((), value, dtype=torch.float32, device=t.device)
+    return t, at, value
+
+
 @functools.cache
 def _flushing(method: Callable[..., Any], why: str) -> Callable[..., Any]:
     # Dynamo would trace it, and have what it compiles for numpy() call it again, without an end.
@@ -177,6 +187,8 @@ def _flushing(method: Callable[..., Any], why: str) -> Callable[..., Any]:
         name, step = method.__name__, _RECORDERS.steps[-1]
         if name == "tolist" and args[0].dtype in LOW_PRECISION:
             args = (args[0].detach().double(),)  # of whole values, as item() is
+        if name in _SETTERS:
+            return method(*_with_whole_number(*args), **kwargs)
         step.shared(why) if why else step.flush()
         if name == "share_memory_":  # it copies from storage to storage
             with _disable_current_modes():

@@ -206,7 +206,8 @@ class Steps:
             self.active, self.waited = True, once
             failed = True
             try:
-                with self.recorder.recording(beside_dynamo=traced):
+                repeats = self.unseen and self.recorder.asleep
+                with self.recorder.recording(beside_dynamo=traced, repeats=repeats):
                     yield self.recorder
                 failed = False
             except RuntimeError as error:
@@ -302,6 +303,8 @@ class Steps:
             return
         again = self.bound.written if self.bound is not None and self.again else []
         self.unseen, self.bound = False, None
+        if self.active:
+            self.recorder.watch_reads()
         self.service.count_repeats()
         self.steps += 1
         self.history.taken += 1

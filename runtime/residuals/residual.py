@@ -78,7 +78,7 @@ class Residual:
     name: StateName
     lows: InitVar[tuple[Tensor, ...] | None] = None
     components: tuple[Tensor, ...] = field(init=False)
-    """Those that were given, or zeros."""
+    """Components that were given, or zeros."""
     draws: int = 0
     """Number of roundings by chance of the last word; each takes another seed."""
     expected: Expected | None = None

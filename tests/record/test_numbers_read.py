@@ -3,11 +3,13 @@
 For record.numbers_read and hooks.data_reads.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interpreter import without_compiler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -109,3 +111,48 @@ def test_numbers_of_a_step_with_nothing_wide_are_rounded() -> None:
     p = torch.zeros(3)
     collage_fx.compile(step, record=True)(p, torch.full((3,), NO_FLOAT))
     assert torch.equal(p, torch.full((3,), NO_FLOAT).bfloat16().float())
+
+
+class InPython(Optimizer):
+    """Updates each element by Python's numbers, in one of several ways of writing it."""
+
+    def __init__(self, params: list[nn.Parameter], write: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(params, {"lr": LR})
+        self.write = write
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.write(p, p.grad)
+
+
+def by_element(p: Tensor, g: Tensor) -> None:
+    for i, j in itertools.product(*map(range, p.shape)):
+        p[i, j] = p[i, j].item() - 1e-4 * float(g[i, j])
+
+
+def by_lists(p: Tensor, g: Tensor) -> None:
+    rows = zip(p.tolist(), g.tolist(), strict=True)
+    new = [[x - 1e-4 * y for x, y in zip(*row, strict=True)] for row in rows]
+    p.copy_(torch.tensor(new, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:.*new graph at each call")
+@pytest.mark.parametrize("options", [{}, {"record": True}, {"record": False}], ids=str)
+@pytest.mark.parametrize("write", [by_element, by_lists])
+def test_arithmetic_of_python_is_whole(write: Any, options: Any) -> None:
+    """In each step, also where Dynamo's graphs have done all else. Plain bf16 stays where it is."""
+    generator = torch.Generator().manual_seed(1)
+    begin = (1 + torch.rand(2, 3, generator=generator)).bfloat16().float()
+    params = [nn.Parameter(begin.to(d)) for d in (torch.bfloat16, torch.bfloat16, torch.float64)]
+    ours, plain, exact = (InPython([p], write) for p in params)
+    collage_fx.compile_(ours, **options)
+    with without_compiler():
+        for _ in range(8):
+            gradient = torch.rand(2, 3, generator=generator).bfloat16()
+            for optimizer, p in zip((ours, plain, exact), params, strict=True):
+                p.grad = gradient.to(p.dtype)
+                optimizer.step()
+    way = (params[2] - begin).norm()
+    assert (collage_fx.value(params[0]) - params[2]).norm() < 0.01 * way
+    assert (params[1] - params[2]).norm() > 0.9 * way
