@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     )
     from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+    from torch._dynamo.variables.lists import DequeVariable
     from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import config as functorch_config
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     call_obj_hasattr: Any
     call_wrapped: Any
     get_python_args: Any
+    init_deque: Any
     make_dupe_guard: Any
     map_sources_and_install_guards: Any
     new_with_weak_ptr: Any
@@ -155,6 +157,9 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._dynamo.variables.functions": (
                 "WrapperUserFunctionVariable, WrapperUserFunctionVariable.call_function as "
                 "call_wrapped"
+            ),
+            "torch._dynamo.variables.lists": (
+                "DequeVariable, DequeVariable.__init__ as init_deque"
             ),
             "torch._dynamo.variables.optimizer": (
                 "ArgMappingException, OptimizerVariable, OptimizerVariable.get_python_args as "

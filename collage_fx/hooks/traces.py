@@ -21,6 +21,7 @@ from collage_fx.runtime.errors import WarningName, warn
 from collage_fx.runtime.torch_private import DTENSOR_SPEC_MATCH as _guard_shard
 from collage_fx.runtime.torch_private import (
     ArgMappingException,
+    DequeVariable,
     GuardBuilder,
     InstructionTranslator,
     OptimizerSource,
@@ -35,6 +36,7 @@ from collage_fx.runtime.torch_private import (
 from collage_fx.runtime.torch_private import call_obj_hasattr as _has
 from collage_fx.runtime.torch_private import call_wrapped as _call
 from collage_fx.runtime.torch_private import get_python_args as _args
+from collage_fx.runtime.torch_private import init_deque as _init_deque
 from collage_fx.runtime.torch_private import make_dupe_guard as _make_dupe_guard
 from collage_fx.runtime.torch_private import map_sources_and_install_guards as _guard_most
 from collage_fx.runtime.torch_private import store_attr as _store
@@ -46,6 +48,7 @@ _TENSOR: Any = TensorVariable
 _OPTIMIZER: Any = OptimizerVariable
 _GUARDS: Any = GuardBuilder
 _WRAPPED: Any = WrapperUserFunctionVariable
+_DEQUE: Any = DequeVariable
 _OTHER_NAME = (
     "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
     "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
@@ -85,6 +88,7 @@ def watch_traces() -> None:
     _OPTIMIZER.get_python_args = _python_args
     _GUARDS.DTENSOR_SPEC_MATCH = _guard_whole
     _WRAPPED.call_function = _call_wrapped
+    _DEQUE.__init__ = _make_deque
 
 
 def _traced_for() -> Any:
@@ -134,6 +138,21 @@ def _call_wrapped(item: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -
             "Keep it in self.state"
         )
     return made
+
+
+def _make_deque(item: Any, items: Any, maxlen: Any = None, **kwargs: Any) -> None:
+    """Make the variable of a traced deque; refuse one that drops elements.
+
+    Dynamo drops them when the graph has ended: within it a full one has one more. See
+    docs/stock-defects.md.
+    """
+    _init_deque(item, items, maxlen, **kwargs)
+    if item.maxlen.as_python_constant() is not None:
+        _refuse(
+            "the step uses a deque with maxlen, which is longer than that in a graph of "
+            "torch.compile when it has just dropped an element. Use a list, and drop elements "
+            "yourself"
+        )
 
 
 def _is_number(made: Any) -> bool:
