@@ -36,6 +36,7 @@ from collage_fx.segments.memory import storage_key
 from collage_fx.segments.operations import OPERATIONS, Operation
 from collage_fx.segments.segment import Call, Segment
 from collage_fx.segments.trie import line_of_code, on_one_line
+from collage_fx.segments.user_rounding import RoundingAtOnce
 
 aten = torch.ops.aten
 _MANY_PLACES = 200_000
@@ -88,6 +89,8 @@ class Recorder:
     """True if Dynamo compiles parts of this step."""
     asleep: bool = False
     """True if the states are not looked for yet in this step: the first operation does so."""
+    watching: bool = False
+    """True if other ways of reading tensors are hooks in this step."""
     passes_by: bool = False
     """True if operations are done as they come, as within a compiled graph."""
     noted: int = 0
@@ -101,6 +104,7 @@ class Recorder:
     def __post_init__(self, record: bool) -> None:
         self.notes = Notes(self.words, all_at_once=not record)
         self.numbers = NumbersRead(self.words)
+        self.rounding = RoundingAtOnce(self.notes.random)
         self.at_once = AtOnce(self.words, self.notes, self.numbers)
         self.graphs = GraphNotes(self.notes, self.at_once)
 
@@ -145,30 +149,39 @@ class Recorder:
 
     def _wake_up(self) -> None:
         self.wake()
-        self._watch_reads()
+        self.watch_reads()
 
     @contextmanager
-    def recording(self, *, beside_dynamo: bool) -> Iterator[None]:
-        """Note the operations within, and have them done at the end, whatever ends it."""
+    def recording(self, *, beside_dynamo: bool, repeats: bool = False) -> Iterator[None]:
+        """Note the operations within, and have them done at the end, whatever ends it.
+
+        Args:
+            beside_dynamo: whether Dynamo traces what is done.
+            repeats: whether one graph is expected to do all of it, and nothing to read between.
+        """
         self.beside_dynamo = beside_dynamo
         self.in_graphs = self.apart = 0
+        self.watching = False
         self.graphs.steps += 1
         self.numbers.seen.clear()
         with self.unrecorded.step(), self._mode(), contextlib.ExitStack() as self.reads:
-            if not self.asleep:
-                self._watch_reads()
+            if not repeats:
+                self.watch_reads()
             try:
                 yield
             finally:
                 with _disable_current_modes():
                     self.flush()
                 self.notes.random.clear()
+                self.rounding.origins.clear()
         if self.notes.places > _MANY_PLACES:
             self.notes.forget_structures()
 
-    def _watch_reads(self) -> None:
-        """Have operations flushed before their results are read in other ways."""
-        numbers = self.numbers
+    def watch_reads(self) -> None:
+        """Have operations flushed before their results are read in other ways, in this step."""
+        if self.watching:
+            return
+        numbers, self.watching = self.numbers, True
         step = data_reads.Step(
             self.flush_outside, self.see_unknown_reader, numbers.note, numbers.keep
         )
@@ -259,6 +272,14 @@ class Recorder:
 
     def _dispatch(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Do or note an operation of the step, the states being known."""
+        if not self.all_at_once or operation.kind in ("view", "metadata", "read"):
+            return self._operate(func, operation, args, kwargs)
+        args, origin = self.rounding.before(func, args)
+        result = self._operate(func, operation, args, kwargs)
+        self.rounding.after(origin, result, tensors_in(operation.written_of(args, kwargs), {}))
+        return result
+
+    def _operate(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: Any) -> Any:
         trace = self.graphs.trace
         if operation.kind == "note" and (trace or not self._on_host(operation, args, kwargs)):
             # What autograd saves of an operation that it follows it may read by itself.

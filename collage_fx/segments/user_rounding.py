@@ -13,13 +13,18 @@ step keeps it for would be lost: such a conversion does round.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from collage_fx.runtime.residuals.memory import has_memory
+from collage_fx.runtime.residuals.residual import version
+from collage_fx.runtime.trees import tree_leaves
+from collage_fx.segments.memory import storage_key
 from collage_fx.segments.trie import Value, leaves
 
 if TYPE_CHECKING:
@@ -120,6 +125,70 @@ class UserRounding:
         value = self.segment.insert(undone, (operand, Value(found.value)))
         line.args = tuple(value if a is operand else a for a in line.args)
         self.found = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """Origin of what is in some memory, as `_Bits`: the fp32 value itself, as long as it lasts."""
+
+    memory: StorageWeakRef
+    """The memory, whose address no other gets meanwhile."""
+    value: Tensor | None
+    version: int | None
+    random: bool
+
+
+class RoundingAtOnce:
+    """Trace of the bits of fp32 values through operations that are done one by one."""
+
+    def __init__(self, random: Container[int]) -> None:
+        """Begin with no values.
+
+        Args:
+            random: the memory in which the step has drawn random bits.
+        """
+        self.random = random
+        self.origins: dict[int, _Origin] = {}
+
+    def before(self, func: Any, args: Any) -> tuple[Any, tuple[Tensor | None, bool]]:
+        """Return the operands of an operation without a rounding by chance, and what `after` is to
+        be given: the value whose bits it takes, and whether they are mixed with random ones."""
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor) and has_memory(t)]
+        name = getattr(func, "_opname", "")
+        if func in _CONVERSIONS:
+            at = int(func is aten.copy_.default)
+            value, random = self._of(tensors[at : at + 1])
+            if random and value is not None and args[at].shape == value.shape:
+                args = (*args[:at], undone(args[at], value), *args[at + 1 :])
+            return args, (None, False)
+        if name.removesuffix("_") not in _FOLLOWED:
+            return args, (None, False)
+        value, random = self._of(tensors)
+        bits = [t for t in tensors if t.dtype is torch.int32 and t.dim()]
+        fresh = [t for t in bits if not random or storage_key(t) not in self.random]
+        if value is None and fresh:
+            value = fresh[0].view(torch.float32)
+            value = value.clone() if name.endswith("_") else value
+        return args, (value, random)
+
+    def _of(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, bool]:
+        """Return the value whose bits are in these, if it is as it was, and if any are random."""
+        keys = [storage_key(t) for t in tensors]
+        found = [o for key in keys if (o := self.origins.get(key)) is not None]
+        values = [o.value for o in found if o.value is not None and version(o.value) == o.version]
+        random = any(o.random for o in found) or any(key in self.random for key in keys)
+        return next(iter(values), None), random
+
+    def after(self, origin: tuple[Tensor | None, bool], made: Any, written: Sequence[Any]) -> None:
+        """Note the origin of what an operation has made and written."""
+        value, random = origin
+        for t in [*tree_leaves(made), *written]:
+            if isinstance(t, Tensor) and has_memory(t):
+                self.origins.pop(storage_key(t), None)
+                if value is not None or random:
+                    memory = StorageWeakRef(t.untyped_storage())
+                    at = None if value is None else version(value)
+                    self.origins[storage_key(t)] = _Origin(memory, value, at, random)
 
 
 def to_bfloat16(x: Tensor) -> Tensor:

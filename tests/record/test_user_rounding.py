@@ -5,6 +5,7 @@ For segments.user_rounding.
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_steps import off, start, train
@@ -53,10 +54,23 @@ def nearest(p: Tensor, g: Tensor, state: Any) -> None:
     p.sub_(1e-4 * g)
 
 
+def looks(update: Any) -> Any:
+    """Return an update that looks at the gradient by NumPy, after which nothing is put off."""
+
+    def looking(p: Tensor, g: Tensor, state: Any) -> None:
+        state["norm"] = float(np.linalg.norm(g.float().numpy()))
+        update(p, g, state)
+
+    return looking
+
+
 @pytest.mark.parametrize("update", [out_of_place, noise_in_place, value_in_place, up_or_down])
-@pytest.mark.quick("out_of_place", "up_or_down")
-def test_stochastic_rounding_gives_way_to_the_low_word(update: Any) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.quick("*-out_of_place", "*-up_or_down")
+def test_stochastic_rounding_gives_way_to_the_low_word(update: Any, at_once: bool) -> None:
     exact, _ = final(lambda p: each(p, nearest), "exact")
+    if at_once:
+        update = looks(update)
     found, _ = final(lambda p: each(p, update), "collage")
     plain, _ = final(lambda p: each(p, update), "plain")
     rounded = error(exact.bfloat16().double(), exact)
