@@ -3,7 +3,7 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +70,15 @@ def renewed(
 def located(gm: GraphModule, node: Node) -> Locate:
     """Return the function that finds an input of a Dynamo graph in the arguments of a call."""
     if node.op == "get_attr":
-        found = weakref.ref(functools.reduce(getattr, str(node.target).split("."), gm))
+        found: Any = weakref.ref(functools.reduce(getattr, str(node.target).split("."), gm))
         return lambda args: found()  # which is not to be kept alive
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
     return operator.itemgetter(names.index(node.name))
 
 
-def give_new_memory(tensors: list[Tensor], named: Callable[[str], str]) -> None:
+def give_new_memory(found: Iterable[Tensor | None], named: Callable[[str], str]) -> None:
     """Give tensors new memory with their values: who has the old memory keeps these."""
+    tensors = [t for t in found if t is not None]
     with torch.no_grad(), _disable_current_modes():
         pairs = [(t, r) for t, r in zip(tensors, STORE.of(tensors), strict=True) if r is not None]
         STORE.clear_stale(pairs, named)

@@ -213,7 +213,8 @@ def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[Node]]:
 
 def _can_be_written(set_: Node) -> bool:
     """Return True if a write of an input's memory is all that replacing it comes to."""
-    to, value, *others = set_.args
+    args: Any = set_.args
+    to, value, *others = args
     whole = not others and not set_.kwargs and isinstance(to, Node) and isinstance(value, Node)
     if not whole or to.op not in ("placeholder", "get_attr"):
         return False
