@@ -168,11 +168,16 @@ def _python_args(item: Any, *args: Any, **kwargs: Any) -> Any:
     """Return Dynamo's arguments for `_init_group`; raise, which has it traced, where it must.
 
     Dynamo calls it once, so that what it returns and writes is what it was then: right where that
-    makes tensors, not where it counts steps, say. See docs/stock-defects.md.
+    makes tensors, not where it counts steps, say. Lists that are given by name stay empty. See
+    docs/stock-defects.md.
     """
-    own = init_of_torch(item.value) is None and _traced_for() is not None
-    # With arguments of its own: it appends to the lists that it is given.
-    if own and _does_more(item.value, *_args(item, *args, **kwargs)):
+    if _traced_for() is None:
+        return _args(item, *args, **kwargs)
+    given, named = _args(item, *args, **kwargs)  # lists of their own, which it appends to
+    own = init_of_torch(item.value) is None
+    if any(isinstance(x, list) for x in named.values()) or (
+        own and _does_more(item.value, given, named)
+    ):
         raise ArgMappingException
     return _args(item, *args, **kwargs)
 

@@ -150,19 +150,20 @@ class Listed(torch.optim.Optimizer):
                 p.sub_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=1e-4)
 
 
+def moved(cls: Any, compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> float:
+    torch.compiler.reset()
+    p = torch.ones(2, dtype=dtype, requires_grad=True)
+    return float(1 - value_after(compiled(cls([p], {})), p)[0])
+
+
 @pytest.mark.parametrize("compiled", [collage_fx.compile, by_string])
 def test_each_parameter_is_in_a_list_once(
     compiled: Callable[[Any], Callable[[], Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control tries `_init_group` with the list that Dynamo then calls it with."""
 
-    def moved(compiled: Callable[[Any], Callable[[], Any]], dtype: torch.dtype) -> float:
-        torch.compiler.reset()
-        p = torch.ones(2, dtype=dtype, requires_grad=True)
-        return float(1 - value_after(compiled(Listed([p], {})), p)[0])
-
-    exact = moved(lambda optimizer: optimizer.step, torch.float64)
-    assert moved(compiled, torch.bfloat16) == pytest.approx(exact, rel=1e-3)
+    exact = moved(Listed, lambda optimizer: optimizer.step, torch.float64)
+    assert moved(Listed, compiled, torch.bfloat16) == pytest.approx(exact, rel=1e-3)
     original = traces._args
 
     def one_list(item: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,34 @@ def test_each_parameter_is_in_a_list_once(
 
     known: dict[int, Any] = {}
     monkeypatch.setattr(traces, "_args", one_list)
-    assert moved(compiled, torch.bfloat16) > 1.5 * exact
+    assert moved(Listed, compiled, torch.bfloat16) > 1.5 * exact
+
+
+class ByName(Listed):
+    """Gives its list by name."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            self._init_group(group=group, params=params)
+            for p in params:
+                p.sub_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compiled", [collage_fx.compile, by_string])
+def test_a_list_that_is_given_by_name_is_filled(
+    compiled: Callable[[Any], Callable[[], Any]],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: stock leaves it empty, so that nothing is updated."""
+
+    exact = moved(ByName, lambda optimizer: optimizer.step, torch.float64)
+    assert moved(ByName, compiled, dtype) == pytest.approx(exact, rel=1e-3)
+    monkeypatch.setattr(traces, "_python_args", traces._args)
+    assert moved(ByName, compiled, dtype) < 0.5 * exact
 
 
 def test_it_would_be_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
