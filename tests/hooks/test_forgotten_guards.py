@@ -175,8 +175,6 @@ def test_each_parameter_is_in_a_list_once(
 
 
 class ByName(Listed):
-    """Gives its list by name."""
-
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
