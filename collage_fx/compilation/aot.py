@@ -43,7 +43,11 @@ from collage_fx.passes.ir.exact import ExactGraph
 from collage_fx.passes.ir.listing import show_program, summary
 from collage_fx.passes.ir.program import Program, Unlike, graph_of
 from collage_fx.passes.pipeline import run_passes
-from collage_fx.passes.rewrite.roundings import keep_shared_roundings, keep_user_roundings
+from collage_fx.passes.rewrite.roundings import (
+    keep_shared_roundings,
+    keep_user_roundings,
+    widen_products,
+)
 from collage_fx.passes.rewrite.symbolic_scalars import keep_symbols
 from collage_fx.runtime import logs, progress
 from collage_fx.runtime.errors import CollageError, RoundingsLost
@@ -300,6 +304,7 @@ class Compilation:
             self.refused |= differentiated(self.session, gm, self.inputs)
             return inductor_compile.compile_functional(gm, example_inputs, **kwargs)
         separate_outputs(gm)
+        widen_products(gm)
         program = self._rewritten(gm)
         if isinstance(program, Unlike):
             self.unlike = program

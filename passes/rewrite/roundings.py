@@ -16,13 +16,18 @@ from collage_fx.passes.rules.structural import STRUCTURE
 from collage_fx.runtime import torch_versions
 from collage_fx.runtime.expansion.eft import SIXTEEN_BITS
 from collage_fx.runtime.ops import collage
+from collage_fx.runtime.torch_private import (
+    inductor_prims as inductor_prims,  # registers torch.ops.prims.fma
+)
 
-COPY = torch.ops.aten.copy_.default
+aten, prims = torch.ops.aten, torch.ops.prims
+COPY = aten.copy_.default
+_TAKEN_APART = (aten.mul.Tensor, aten.div.Tensor)
 ROUNDED = SIXTEEN_BITS
 """The dtypes of high words whose rounding Inductor can be made to carry out."""
 _FUSED = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 _SAME_DIGITS = STRUCTURE | EXACT
-_MOVING = STRUCTURE - {torch.ops.aten.where.self}
+_MOVING = STRUCTURE - {aten.where.self}
 _NOTED = "low_precision_pointwise_barrier"
 """The key by which torch notes them in the meta of a node."""
 
@@ -43,6 +48,36 @@ def keep_user_roundings(gm: GraphModule) -> None:
             if isinstance(val, Tensor) and val.dtype in ROUNDED and not _is_view(result):
                 _round_again(gm, result, val)
     keep_roundings(gm)
+
+
+def widen_products(gm: GraphModule) -> None:
+    """Have products and quotients within an addcmul or addcdiv not rounded to less than its dtype.
+
+    Dynamo takes `v.addcmul_(g, g, value=c)` apart, into the product of 16-bit tensors and an fma of
+    fp32; PyTorch rounds once, to fp32. See docs/stock-defects.md.
+    """
+    for fma in gm.graph.find_nodes(op="call_function", target=prims.fma.default):
+        product, out = fma.args[0], fma.meta["val"].dtype
+        if not isinstance(product, Node) or product.target not in _TAKEN_APART:
+            continue
+        if product.meta["val"].dtype not in ROUNDED or out in ROUNDED:
+            continue
+        with gm.graph.inserting_before(fma):
+            terms = [_widened(gm, x, out) for x in product.args]
+            whole = gm.graph.call_function(product.target, tuple(terms))
+        kept = {k: v for k, v in product.meta.items() if k != _NOTED}
+        whole.meta = {**kept, "val": product.meta["val"].to(out)}
+        fma.replace_input_with(product, whole)
+        if not product.users:
+            gm.graph.erase_node(product)
+
+
+def _widened(gm: GraphModule, x: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(x, Node) or x.meta["val"].dtype is dtype:
+        return x
+    wide = gm.graph.call_function(CONVERT, (x, dtype))
+    wide.meta["val"] = x.meta["val"].to(dtype)
+    return wide
 
 
 def keep_shared_roundings(gm: GraphModule) -> None:
