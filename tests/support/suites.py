@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -182,9 +183,16 @@ def compared(name: str, steps: str, arguments: list[str]) -> Comparison:
     tests = (ROOT if own else paths[0]) / suite.tests
     at = ROOT if own else paths[0]
     plain, compiled = (
-        run(tests, at, paths, ["--steps", way, *arguments]) for way in ("plain", steps)
+        run(tests, at, paths, ["--steps", way, *arguments]) for way in told(name, "plain", steps)
     )
     return compare(name, plain, compiled)
+
+
+def told(name: str, *ways: str) -> Iterator[str]:
+    """Yield the ways of running a suite, and say on stderr which one is under way."""
+    for way in ways:
+        print(f"{time.strftime('%H:%M')} {name}, steps {way}", file=sys.stderr, flush=True)
+        yield way
 
 
 def main() -> None:
