@@ -57,8 +57,8 @@ SUITES = {
 }
 EXPECTED: dict[str, str] = {
     "pytorch_optimizer::*::test_adan_low_precision_decay": "it wants the roundings of plain bf16",
-    "pytorch_optimizer::*::test_training[[]spectralsphere*-torch.bfloat16-*": "it wants the path of "
-    "a chaotic iteration in bf16; fp32 without its own roundings to bf16 goes ours",
+    "pytorch_optimizer::*::test_training[[]spectralsphere*-torch.bfloat16-*": "it wants the path "
+    "of a chaotic iteration in bf16; fp32 without its own roundings to bf16 goes ours",
     "pytorch_optimizer::*::test_sharded_updates[[]*-gram_newton_schulz]": "eager PyTorch rounds a "
     "number that a 16-bit tensor is increased by on a CPU; no compiled step does",
     "pytorch_optimizer::*::test_create_compiled_optimizer*": "it counts graphs that torch.compile "
