@@ -431,7 +431,8 @@ class _Step:
     def _run(self, steps: Steps, args: tuple[Any, ...]) -> Any:
         """Run the graph; bind it to what it is given, if it is a step that may be done again."""
         if self.moved:
-            give_new_memory([find(args) for find in self.moved], naming(self.session.optimizer))
+            moved = [find(args) for find in self.moved]
+            steps.given_up += give_new_memory(moved, naming(self.session.optimizer))
         if self.replaced:
             given = renewed(args, self.replaced, naming(self.session.optimizer))
             results = with_states(steps.run_graph(self.code, given), self.replaced, given)

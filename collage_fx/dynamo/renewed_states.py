@@ -76,17 +76,22 @@ def located(gm: GraphModule, node: Node) -> Locate:
     return operator.itemgetter(names.index(node.name))
 
 
-def give_new_memory(found: Iterable[Tensor | None], named: Callable[[str], str]) -> None:
-    """Give tensors new memory with their values: who has the old memory keeps these."""
+def give_new_memory(found: Iterable[Tensor | None], named: Callable[[str], str]) -> list[Tensor]:
+    """Give tensors new memory with their values: who has the old memory keeps these.
+
+    Returns:
+        tensors on the old memory: as long as they are there no other state is taken to have it.
+    """
     tensors = [t for t in found if t is not None]
     with torch.no_grad(), _disable_current_modes():
         pairs = [(t, r) for t, r in zip(tensors, STORE.of(tensors), strict=True) if r is not None]
         STORE.clear_stale(pairs, named)
-        # All before any: what one gives up is no other one's by now.
-        for t, new in zip(tensors, [t.detach().clone() for t in tensors], strict=True):
-            t.data = new
+        old = [t.detach() for t in tensors]
+        for t, given_up in zip(tensors, [t.data for t in tensors], strict=True):
+            t.data = given_up.clone()
         for t, residual in pairs:
             residual.settle(t)
+        return old
 
 
 def _copy(residual: Residual, tensor: Tensor) -> None:

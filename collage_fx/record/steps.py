@@ -107,6 +107,8 @@ class Steps:
         """The generation of the store when the places of residuals were noted."""
         self.returned: set[int] = set()
         """The memory that Dynamo's graphs have returned."""
+        self.given_up: list[Tensor] = []
+        """Tensors on memory that states had when the step began, until it ends."""
         self.renewed: dict[int, Tensor] = {}
         """The ids of states -> the results that graphs store in copies of these."""
         self.words = LowWords(
@@ -303,8 +305,6 @@ class Steps:
             return
         again = self.bound.written if self.bound is not None and self.again else []
         self.unseen, self.bound = False, None
-        if self.active:
-            self.recorder.watch_reads()
         self.service.count_repeats()
         self.steps += 1
         self.history.taken += 1
@@ -315,6 +315,8 @@ class Steps:
         else:
             self._find_states()
         self.service.by_graph.update((id(tensor), (tensor, plan)) for tensor, plan in again)
+        if self.active:
+            self.recorder.watch_reads()
 
     def _wake(self) -> None:
         """Look for the states before an operation outside of Dynamo's graphs runs."""
@@ -341,9 +343,10 @@ class Steps:
 
     def _find_states(self) -> None:
         self.recorder.asleep = False
-        if isinstance(self.discovery, OptimizerStates):
-            hand_on(self.discovery.optimizer())
-        present = self.states.find()
+        with self.recorder.paused():  # who looks for them may ask for addresses
+            if isinstance(self.discovery, OptimizerStates):
+                hand_on(self.discovery.optimizer())
+            present = self.states.find()
         self.words.begin(present)
         self.recorder.notes.carried = frozenset(self.states.memory)
         if self.in_method:
@@ -553,6 +556,7 @@ class Steps:
                 note_places(self.discovery.optimizer())
             self.noted = STORE.generation
         self.renewed.clear()
+        self.given_up.clear()
         self.recorder.asleep = False
         self.service.by_graph.clear()
         if failed:  # what was counted as written need not have been
