@@ -60,6 +60,11 @@ class Input:
     tensor: Tensor | None = None
     """The tensor that was met there, if it is none that is known to be a state."""
 
+    @property
+    def is_present(self) -> bool:
+        """True if that tensor is still there, and has got no other memory since."""
+        return self.tensor is not None and memory_key(self.tensor) == self.key
+
 
 class Part(NamedTuple):
     """A part of a piece of memory that has low words."""

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import without_compiler
 from recorded_steps import LR, off, start, train
 from torch import Tensor
+from torch.optim import Optimizer
 
+import collage_fx
 from collage_fx.record import steps
 
 
@@ -87,3 +90,38 @@ def test_they_would_be_lost_otherwise(
     monkeypatch.setattr(steps, "leave_memory", lambda *_: False)
     monkeypatch.setattr(steps, "take_over", lambda *_: False)
     assert error(update, record=True) > 0.5
+
+
+class Mixed(Optimizer):
+    """Gives some parameters other memory, and writes others in place; counts its steps."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["k"] = self.state[p].get("k", 0) + 1
+            if p.dim() == 2:
+                p.data = p.data - 0.02 * p.grad
+            else:
+                p.sub_(0.02 * p.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing needed compensation")
+@pytest.mark.parametrize("options", [{}, {"record": True}, {"record": False}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_read_before_memory_was_replaced_is_as_it_was(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """States are looked for once more before anything is done: a step that makes some."""
+    found = []
+    for compiled in (False, True):
+        params = [torch.ones(s, dtype=dtype).requires_grad_() for s in ((8, 6), (8,))]
+        optimizer = Mixed(params, {})
+        if compiled:
+            collage_fx.compile_(optimizer, **options)
+        with without_compiler():
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+        found.append([p.detach() for p in params])
+    assert all(map(torch.equal, *found))
