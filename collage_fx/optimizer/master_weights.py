@@ -15,7 +15,7 @@ from collage_fx.optimizer.ownership import Owned, compensated_tensors, owned_ten
 from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns, warn_now
 from collage_fx.passes.ir.program import LOW_PRECISION
-from collage_fx.runtime.errors import CheckpointError, OptionError
+from collage_fx.runtime.errors import CheckpointError, OptionError, SubjectError
 from collage_fx.runtime.residuals.dtensor import place_of, placed, shard_of, sharded_like
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
@@ -52,6 +52,7 @@ def load_master_weights(
 
     Raises:
         CheckpointError: a name or shape that does not fit.
+        SubjectError: neither a module nor an optimizer.
         StorageError: a parameter of a dtype that the storage cannot hold.
         OptionError: a storage that does not exist.
 
@@ -108,6 +109,7 @@ def master_state_dict(
 
     Raises:
         OptionError: another dtype.
+        SubjectError: no module.
 
     Examples:
         >>> train(collage_fx.compile_(optimizer))
@@ -230,6 +232,10 @@ def _tensors(model_or_optimizer: nn.Module | Optimizer) -> dict[str, Tensor]:
             for name, tensor in model_or_optimizer.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor) and not names_entry(name)
         }
+    if not hasattr(model_or_optimizer, "param_groups"):
+        raise SubjectError(
+            f"expected a module or an optimizer, got {type(model_or_optimizer).__name__}"
+        )
     names: dict[str, Tensor] = {}
     for group in model_or_optimizer.param_groups:
         for k, p in enumerate(group["params"]):
