@@ -420,7 +420,7 @@ class Steps:
             new |= self.other_memory.take_up(segment, call, {*self.returned, *filled})
             if new:
                 call.inputs = [
-                    self.words.input(i.tensor) if i.is_present else i for i in call.inputs
+                    i if (t := i.present) is None else self.words.input(t) for i in call.inputs
                 ]
             at = len(self.executors.changing)
             tries = self.executors.seen > 1 or self.history.hand_on is None

@@ -61,9 +61,10 @@ class Input:
     """The tensor that was met there, if it is none that is known to be a state."""
 
     @property
-    def is_present(self) -> bool:
-        """True if that tensor is still there, and has got no other memory since."""
-        return self.tensor is not None and memory_key(self.tensor) == self.key
+    def present(self) -> Tensor | None:
+        """The tensor that was met there, unless it has got other memory since."""
+        there = self.tensor is not None and memory_key(self.tensor) == self.key
+        return self.tensor if there else None
 
 
 class Part(NamedTuple):
