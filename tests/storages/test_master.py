@@ -12,13 +12,7 @@ from saved import saved_residuals
 from torch import Tensor, nn
 
 import collage_fx
-from collage_fx.errors import (
-    CheckpointError,
-    CollageWarning,
-    OptionError,
-    StorageError,
-    SubjectError,
-)
+from collage_fx.errors import CheckpointError, CollageWarning, OptionError, StorageError
 from collage_fx.runtime.residuals.store import STORE
 
 
@@ -297,7 +291,7 @@ def test_explaining_another_storage_leaves_the_warning_to_the_step() -> None:
 
 
 def test_what_is_neither_a_module_nor_an_optimizer() -> None:
-    with pytest.raises(SubjectError, match="got int"):
+    with pytest.raises(collage_fx.errors.SubjectError, match="got int"):
         collage_fx.master_state_dict(3)  # type: ignore[arg-type]
-    with pytest.raises(SubjectError, match="got NoneType"):
+    with pytest.raises(collage_fx.errors.SubjectError, match="got NoneType"):
         collage_fx.load_master_weights(None, {})  # type: ignore[arg-type]
