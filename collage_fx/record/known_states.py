@@ -265,7 +265,7 @@ def leave_memory(words: LowWords, call: Call, states: Callable[[], Iterable[Owne
     for given in (i for i in call.inputs if len(i.pieces) == 1):
         here = [o.tensor for o in had[given.key] if storage_key(o.tensor) == given.key]
         if given.pieces[0].layout == given.layout and _are_laid_out_as(here, given):
-            _hold(words, given)
+            words.hold(given)
     return True
 
 
@@ -290,7 +290,7 @@ def take_over(words: LowWords, states: Sequence[Owned]) -> bool:
             taken += _of_state_before(owned, had, key)
             moved = True
     for given in taken:
-        _hold(words, given)
+        words.hold(given)
     return moved
 
 
@@ -305,14 +305,6 @@ def _of_state_before(owned: Owned, had: Iterable[Owned], key: int) -> Iterator[I
         if r.is_shaped_as(t) and r.stride == t.stride():
             layout = layout_of(t.data)
             yield Input(t.data, layout, key, [Piece(before, t.data, r, layout)])
-
-
-def _hold(words: LowWords, given: Input) -> None:
-    """Have memory keep the low words of its state, as that of no state."""
-    value = words.joined(given)
-    given.pieces = []
-    words.memory[given.key].states = []
-    words.keep(given.data, value)
 
 
 def _are_laid_out_as(tensors: Iterable[Tensor], given: Input) -> bool:

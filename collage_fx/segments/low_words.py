@@ -145,6 +145,8 @@ class LowWords:
     def input(self, t: Tensor) -> Input:
         """Return the input of a segment for memory that it did not make."""
         key = storage_key(t)
+        if self.memory[key].states and t.dtype in self.wide:
+            self._keep_left(t, key)
         given = Input(t.data, layout_of(t), key, [])
         if not self.memory[key].states or t.dtype not in self.wide:
             given.tensor = t
@@ -157,6 +159,26 @@ class LowWords:
             data, layout = o.tensor.data, layout_of(o.tensor)
             given.pieces.append(Piece(o, data, self.of_state(o), layout))
         return given
+
+    def _keep_left(self, t: Tensor, key: int) -> None:
+        """Keep low words with memory that its state has left, by `p.data = ...`, and t is in."""
+        states, storage = self.memory[key].states, t.untyped_storage()
+        residual = STORE.get(states[0].tensor) if len(states) == 1 else None
+        if residual is None or storage_key(states[0].tensor) == key:
+            return
+        offset, rest = divmod(residual.address - storage.data_ptr(), t.itemsize)
+        if rest or not 0 <= offset * t.itemsize < max(storage.nbytes(), 1):
+            return  # it has gone on to what the state has by now
+        whole = t.data.as_strided(residual.shape, residual.stride, offset)
+        layout = layout_of(whole)
+        self.hold(Input(whole, layout, key, [Piece(states[0], whole, residual, layout)]))
+
+    def hold(self, given: Input) -> None:
+        """Have memory keep the low words of its state, as that of no state."""
+        value = self.joined(given)
+        given.pieces = []
+        self.memory[given.key].states = []
+        self.keep(given.data, value)
 
     def is_state(self, t: Tensor, key: int) -> bool:
         """Return True if t, in the storage of this key, is a state, and the only one in there."""

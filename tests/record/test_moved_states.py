@@ -125,3 +125,19 @@ def test_what_was_read_before_memory_was_replaced_is_as_it_was(
                 optimizer.step()
         found.append([p.detach() for p in params])
     assert all(map(torch.equal, *found))
+
+
+def leaning(p: Any, g: Tensor, state: Any) -> None:
+    """Read the memory from before an update once that is another."""
+    before = p.detach()
+    p.data = p.data - LR * g
+    p.data = p.data + 0.5 * (p.data - before)
+
+
+@pytest.mark.parametrize("options", [{}, {"record": True}, {"record": False}], ids=str)
+def test_memory_that_a_parameter_has_left_keeps_its_low_words(options: dict[str, Any]) -> None:
+    begin = torch.cat([p.detach().double().flatten() for p in start(torch.bfloat16)])
+    exact, _ = train(leaning, torch.float64, params=start(torch.float64))
+    plain, _ = train(leaning, params=start(torch.bfloat16), plain=True)
+    found, _ = train(leaning, params=start(torch.bfloat16), **options)
+    assert off(found, exact, begin) < 0.01 < 0.5 < off(plain, exact, begin)
