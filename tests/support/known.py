@@ -23,6 +23,15 @@ KNOWN: dict[str, Callable[[Program, Run], bool]] = {
 count then. Delete the entry when the defect is mended, and put a program into mended.py."""
 
 
+def of_stock(program: Program, error: Exception) -> str:
+    """Return the defect of stock torch.compile that an error is; "" for none.
+
+    See docs/stock-defects.md: a tensor of a class of its own that is made behind a graph break.
+    """
+    makes = "as_subclass(Named)" in program.script()
+    return "NameError for a class of its own" if makes and type(error) is NameError else ""
+
+
 def known(program: Program, run: Run) -> str:
     """Return the first defect that a run may have; "" for none."""
     return next((name for name, has in KNOWN.items() if has(program, run)), "")
