@@ -61,6 +61,10 @@ EXPECTED: dict[str, str] = {
     "of a chaotic iteration in bf16; fp32 without its own roundings to bf16 goes ours",
     "pytorch_optimizer::*::test_sharded_updates[[]*-gram_newton_schulz]": "eager PyTorch rounds a "
     "number that a 16-bit tensor is increased by on a CPU; no compiled step does",
+    "timm::*::test_optimizer_copy*": "it compares the last bits of compiled steps with those of a "
+    "copy, which is plain",
+    "timm::*::test_optim_factory*": "it compares the attributes of an optimizer with those of its "
+    "copy, which has no compiled step",
     "pytorch_optimizer::*::test_create_compiled_optimizer*": "it counts graphs that torch.compile "
     "makes of the step, which is compiled already",
 }
