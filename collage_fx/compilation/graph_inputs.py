@@ -155,11 +155,7 @@ class Inputs:
         if isinstance(source, Part):
             find = self.locate(source.whole)
             return lambda args: None if (whole := find(args)) is None else source.of(whole)
-        if isinstance(source, str):
-            attribute = functools.reduce(getattr, source.split("."), self.gm)
-            guarded: Any = weakref.ref(attribute)  # which is not to be kept alive
-            return lambda args: guarded()
-        return operator.itemgetter(source)
+        return located(self.gm, source)
 
     def describe(self, index: int, source: Source, val: Tensor, called: str = "") -> Carried:
         """Describe an input as a carried state.
@@ -258,6 +254,20 @@ def source_behind(descriptor: Any, placeholders: Sequence[int] | None) -> int | 
     if isinstance(descriptor, PlainAOTInput):
         return descriptor.idx if placeholders is None else placeholders[descriptor.idx]
     return getattr(descriptor, "target", None)  # of what is a parameter, or a buffer, of the graph
+
+
+def located(gm: GraphModule, source: int | str) -> Locate:
+    """Return the function that finds an input of a Dynamo graph in the arguments of a call.
+
+    Args:
+        gm: the graph.
+        source: the position among the arguments, or the name of an attribute of the graph.
+    """
+    if isinstance(source, str):
+        attribute = functools.reduce(getattr, source.split("."), gm)
+        guarded: Any = weakref.ref(attribute)  # which is not to be kept alive
+        return lambda args: guarded()
+    return operator.itemgetter(source)
 
 
 class AotInputs:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from collage_fx.binding.backoff import Backoff
 from collage_fx.binding.bound_graph import BoundGraph
 from collage_fx.compilation.aot import compile_graph
+from collage_fx.compilation.graph_inputs import located
 from collage_fx.compilation.layout_guards import Layouts, static_inputs
 from collage_fx.compilation.session import Outcome, Session, StandsForOthers
 from collage_fx.compilation.side_inputs import MOVED, Code, Noted, is_looked_at, looked_at
@@ -24,7 +25,6 @@ from collage_fx.config import CollageConfig
 from collage_fx.dynamo.options import split_options
 from collage_fx.dynamo.renewed_states import (
     give_new_memory,
-    located,
     renewed,
     with_renewed_states,
     with_states,
@@ -273,13 +273,13 @@ class _Step:
         is_step = session.stand_ins is None and session.is_whole(gm)
         self.replaced: Replaced = {}
         """The states that are overwritten in a copy; see `stored_in_place`."""
-        moved: list[Node] = []
+        moved: list[int | str] = []
         if steps is not None:
             steps.sources[self] = gm
         if steps is not None and optimizer is not None and is_step:
             gm, self.replaced = with_renewed_states(gm, example_inputs, optimizer)
             gm, moved = written_in_place(gm)
-        self.moved = [located(gm, n) for n in moved]
+        self.moved = [located(gm, source) for source in moved]
         """Finders, in a call's arguments, of the inputs that get new memory before each."""
         self.gm = gm
         part = session.stand_ins is not stand_ins

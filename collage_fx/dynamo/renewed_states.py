@@ -1,18 +1,14 @@
 """States in whose place a step puts new tensors: copies, which its graph overwrites."""
 
-import functools
-import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.compilation.layout_guards import is_plain
-from collage_fx.compilation.residual_binding import Locate
 from collage_fx.optimizer.ownership import owned_tensors
 from collage_fx.passes.dedup.replaced_states import Replaced, stored_in_place
 from collage_fx.runtime.residuals.residual import Residual
@@ -67,15 +63,6 @@ def renewed(
     return tuple(given)
 
 
-def located(gm: GraphModule, node: Node) -> Locate:
-    """Return the function that finds an input of a Dynamo graph in the arguments of a call."""
-    if node.op == "get_attr":
-        found: Any = weakref.ref(functools.reduce(getattr, str(node.target).split("."), gm))
-        return lambda args: found()  # which is not to be kept alive
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    return operator.itemgetter(names.index(node.name))
-
-
 def give_new_memory(found: Iterable[Tensor | None], named: Callable[[str], str]) -> list[Tensor]:
     """Give tensors new memory with their values: who has the old memory keeps these.
 
@@ -87,8 +74,8 @@ def give_new_memory(found: Iterable[Tensor | None], named: Callable[[str], str])
         pairs = [(t, r) for t, r in zip(tensors, STORE.of(tensors), strict=True) if r is not None]
         STORE.clear_stale(pairs, named)
         old = [t.detach() for t in tensors]
-        for t, given_up in zip(tensors, [t.data for t in tensors], strict=True):
-            t.data = given_up.clone()
+        for t in tensors:
+            t.data = t.detach().clone()
         for t, residual in pairs:
             residual.settle(t)
         return old

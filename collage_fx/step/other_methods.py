@@ -119,7 +119,7 @@ def _refuse_unclipped(method: Callable[..., Any], config: CollageConfig) -> None
     """Raise OptionError for a part of a step that is called by itself, as SAM's are."""
     asked = ["clip_grad_norm"] * (config.clip_grad_norm is not None)
     asked += ["zero_grads"] * config.zero_grads
-    names = [name for code in codes(method) for name in _names_in(code)]
+    names = [name for code in codes(method) for name in names_in(code)]
     if asked and "grad" in names and ("step" in method.__name__ or _takes_step(method)):
         raise OptionError(
             f"{asked[0]} is for the gradients of step(): {method.__name__}() reads gradients by "
@@ -129,7 +129,7 @@ def _refuse_unclipped(method: Callable[..., Any], config: CollageConfig) -> None
 
 def _takes_step(method: Callable[..., Any]) -> bool:
     """Return True if a method calls `step`, that of the optimizer within say."""
-    return any("step" in _names_in(code) for code in codes(method))
+    return any("step" in names_in(code) for code in codes(method))
 
 
 def serve_methods(optimizer: Optimizer, steps: "Steps") -> None:
@@ -158,7 +158,7 @@ def _warn_of_call(cls: type, steps: "Steps") -> None:
     own = next((vars(c)["__call__"] for c in cls.__mro__ if "__call__" in vars(c)), None)
     if not isinstance(own, types.FunctionType) or _takes_step(own):
         return
-    if any("param_groups" in _names_in(code) for code in codes(own)):
+    if any("param_groups" in names_in(code) for code in codes(own)):
         steps.warn(
             "plain-call",
             f"a call of {cls.__name__} itself, as in optimizer(), reaches its parameters "
@@ -188,15 +188,15 @@ def _called_in_steps(classes: list[type]) -> set[str]:
         name = waiting.pop()
         methods = [vars(c)[name] for cls in classes for c in cls.__mro__ if name in vars(c)]
         for code in [code for method in methods for code in codes(method)]:
-            new = {n for n in _names_in(code) if any(hasattr(cls, n) for cls in classes)} - found
+            new = {n for n in names_in(code) if any(hasattr(cls, n) for cls in classes)} - found
             found |= new
             waiting += new
     return found
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names that some code asks objects for, that of functions within it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)

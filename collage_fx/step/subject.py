@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from collage_fx.errors import OptionError, SubjectError
 from collage_fx.hooks.step_substitution import STEP
 from collage_fx.optimizer.ownership import without_arguments
 from collage_fx.runtime.trees import tree_pairs
-from collage_fx.step.other_methods import ServedMethod
+from collage_fx.step.other_methods import ServedMethod, names_in
 
 _REMEDY = (
     "pass the optimizer, as in collage_fx.compile_(optimizer), or a function that updates tensors "
@@ -132,13 +131,7 @@ def stepping(given: Any) -> Any:
 
 def _only_hands_on(step: Any) -> bool:
     code = getattr(inspect.unwrap(step), "__code__", None)
-    return code is not None and _PARAMETERS.isdisjoint(_names_in(code))
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Return the attributes and globals that a function, and functions within it, ask for."""
-    within = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return {*code.co_names}.union(*map(_names_in, within))
+    return code is not None and _PARAMETERS.isdisjoint(names_in(code))
 
 
 def inner_of(given: Any) -> Any:

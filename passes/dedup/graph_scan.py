@@ -303,6 +303,13 @@ def name_of(node: Node) -> str:
     return target if node.op == "call_method" else getattr(target, "__name__", "")
 
 
+@functools.cache
+def overloads_of(name: str) -> list[OpOverload]:
+    """Return the operators of ATen that have a name."""
+    packet = getattr(torch.ops.aten, name, None)
+    return [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+
+
 def _can_leave(node: Node) -> bool:
     """Return True if an operation can leave the graph.
 
@@ -326,6 +333,5 @@ def _repeatable(target: Any, name: str) -> bool:
     """Return True if a function is known to give the same for the same operands."""
     if name in _PYTHONS or name.startswith("__") or getattr(operator, name, None) is target:
         return True
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    overloads = overloads_of(name)
     return bool(overloads) and not any(map(draws, overloads))

@@ -5,9 +5,8 @@ returns the new one: nothing in it says that one becomes the other, so that the 
 a high word and no more. Given a copy of the old tensor, the graph may as well overwrite that.
 """
 
-import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -16,7 +15,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.dedup.deduplicate import module_of
-from collage_fx.passes.dedup.graph_scan import is_foreach, memory_of, name_of, overwrites
+from collage_fx.passes.dedup.graph_scan import (
+    is_foreach,
+    memory_of,
+    name_of,
+    overloads_of,
+    overwrites,
+)
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 from collage_fx.runtime.trees import tree_leaves
 
@@ -59,8 +64,6 @@ def stored_in_place(
     graph, env = Graph(), dict[Node, Node]()
     values: Any = graph.graph_copy(gm.graph, env)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    for node in placeholders:
-        env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
     for k, j in found.items():
         state = env[placeholders[j]]
         graph.call_method("copy_", (state, values[k])).meta = {
@@ -69,7 +72,7 @@ def stored_in_place(
         }
     graph.output(tuple(v for k, v in enumerate(values) if k not in found))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    return module_of(gm, graph), found
+    return _module_of(gm, graph, env), found
 
 
 def _successors(gm: GraphModule, states: Container[int], others: Container[int]) -> Replaced:
@@ -171,8 +174,14 @@ def _alike(state: Tensor, value: Tensor) -> bool:
     return same and not graded and [*sizes] == [*map(str, others)]
 
 
-def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[Node]]:
-    """Return a graph that writes the inputs whose memory it replaces, and these inputs.
+def _module_of(gm: GraphModule, graph: Graph, env: dict[Node, Node]) -> GraphModule:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+    return module_of(gm, graph)
+
+
+def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[int | str]]:
+    """Return a graph that writes the inputs whose memory it replaces, and where these are.
 
     `p.data = x` leaves the old memory to who has it: the caller gives each of these inputs new
     memory, with the same value, before the graph runs.
@@ -190,29 +199,55 @@ def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[Node]]:
     Args:
         gm: a Dynamo graph of a whole step, which stays as it is. One that reads the old memory
             afterwards, or has the new one under another name, is returned as it is.
+
+    Returns:
+        the graph, and the position among its arguments, or the name as an attribute, of each.
     """
     sets = [n for n in gm.graph.nodes if n.target is Tensor.set_]
-    if not sets or not all(_can_be_written(n) for n in sets):
+    if not sets or not _can_be_written(gm.graph, sets):
         return gm, []
     graph, env = Graph(), dict[Node, Node]()
     dropped = {user for n in sets for user in n.users}
     for node in gm.graph.nodes:
         if node in dropped:
             continue
-        if node not in sets:
+        if node.target is not Tensor.set_:
             env[node] = graph.node_copy(node, env.__getitem__)
             continue
         to, value = (env[n] for n in node.args)
         written = graph.call_method("detach", (to,))
         written.meta = dict(value.meta)
         graph.call_method("copy_", (written, value)).meta = dict(value.meta)
-    for node in gm.graph.find_nodes(op="placeholder"):
-        env[node]._dynamo_source = getattr(node, "_dynamo_source", None)
-    return module_of(gm, graph), list(dict.fromkeys(n.args[0] for n in sets))
+    place: dict[Any, int] = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    moved: Any = dict.fromkeys(n.args[0] for n in sets)
+    return _module_of(gm, graph, env), [place.get(n, str(n.target)) for n in moved]
 
 
-def _can_be_written(set_: Node) -> bool:
-    """Return True if a write of an input's memory is all that replacing it comes to."""
+def _can_be_written(graph: Graph, sets: list[Node]) -> bool:
+    """Return True if writes of inputs' memory are all that replacing it comes to."""
+    at = {n: i for i, n in enumerate(graph.nodes)}
+    holders: dict[int, list[Node]] = defaultdict(list)
+    """Memory -> the nodes that are in it."""
+    for node in at:
+        for t in _tensors(node):
+            holders[memory_of(t)].append(node)
+
+    def alone(set_: Node) -> bool:
+        """Return True if nothing else has the old memory, or the new one, from then on."""
+        args: Any = set_.args
+        to, value = args
+        before = [n for n in to.users if at[n] < at[set_] and _may_be_view(n)]
+        memory = {memory_of(t) for n in (value, *before) for t in _tensors(n)}
+        same = [n for m in memory for n in holders[m] if n is not to and at[n] < at[set_]]
+        return not any(n.op in ("placeholder", "get_attr") for n in same) and all(
+            at[user] <= at[set_] for n in same for user in n.users
+        )
+
+    return all(_fits(set_) and alone(set_) for set_ in sets)
+
+
+def _fits(set_: Node) -> bool:
+    """Return True if a node gives an input another dense tensor of its dtype, and is not read."""
     args: Any = set_.args
     to, value, *others = args
     whole = not others and not set_.kwargs and isinstance(to, Node) and isinstance(value, Node)
@@ -220,26 +255,14 @@ def _can_be_written(set_: Node) -> bool:
         return False
     state, new = _tensors(to), _tensors(value)
     fits = state and new and _is_dense(new[0]) and state[0].dtype in LOW_PRECISION
-    if not fits or state[0].dtype is not new[0].dtype or any(user.users for user in set_.users):
-        return False
-    before = _before(set_)
-    old = {memory_of(t) for n in to.users if n in before and _may_be_view(n) for t in _tensors(n)}
-    same = {n for n in before for t in _tensors(n) if memory_of(t) in (memory_of(new[0]), *old)}
-    inputs = {n for n in same if n.op in ("placeholder", "get_attr")} - {to}
-    return not inputs and all(
-        user in before or user is set_ for n in same - {to} for user in n.users
+    return bool(
+        fits and state[0].dtype is new[0].dtype and not any(user.users for user in set_.users)
     )
-
-
-def _before(node: Node) -> set[Node]:
-    return set(itertools.takewhile(lambda n: n is not node, node.graph.nodes))
 
 
 def _may_be_view(node: Node) -> bool:
     """Return True if an operation may return the memory of its operand."""
     if getattr(operator, name_of(node), None) is node.target:
         return node.target is operator.getitem
-    packet = getattr(torch.ops.aten, name_of(node), None)
-    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
-    schemas = [o._schema for o in overloads]
+    schemas = [o._schema for o in overloads_of(name_of(node))]
     return not schemas or any(r.alias_info is not None for s in schemas for r in s.returns)

@@ -18,8 +18,8 @@ from collage_fx.dynamo import backend
 from collage_fx.optimizer.discovery import OptimizerStates
 
 
-class Adam(Optimizer):
-    """Adam as one writes it down."""
+class Written(Optimizer):
+    """One that is written down by what it does to each parameter."""
 
     in_place = False
 
@@ -30,81 +30,66 @@ class Adam(Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-                m = 0.9 * state["m"] + 0.1 * p.grad
-                v = 0.999 * state["v"] + 0.001 * p.grad * p.grad
-                if self.in_place:
-                    state["m"].copy_(m)
-                    state["v"].copy_(v)
-                else:
-                    state["m"], state["v"] = m, v
-                p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-group["lr"])
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group["lr"])
+
+    def update(self, p: Tensor, g: Tensor, state: Any, lr: float) -> None:
+        raise NotImplementedError
+
+    def store(self, state: Any, **new: Tensor) -> None:
+        """Put new values into the places of states, or into the states."""
+        for key in new:
+            if self.in_place:
+                state[key].copy_(new[key])
+            else:
+                state[key] = new[key]
+
+
+class Adam(Written):
+    """Adam as one writes it down."""
+
+    def update(self, p: Tensor, g: Tensor, state: Any, lr: float) -> None:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        m = 0.9 * state["m"] + 0.1 * g
+        v = 0.999 * state["v"] + 0.001 * g * g
+        self.store(state, m=m, v=v)
+        p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-lr)
 
 
 class InPlace(Adam):
     in_place = True
 
 
-class Adan(Optimizer):
+class Adan(Written):
     """Adan as one writes it down: results of two states, and one of none."""
 
-    in_place = False
-
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__(params, {"lr": 1e-3})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, g = self.state[p], p.grad
-                if not state:
-                    state.update({key: torch.zeros_like(p) for key in ("m", "d", "v")})
-                    state["before"] = g.clone()
-                change = g - state["before"]
-                new = {
-                    "before": g.clone(),
-                    "m": 0.98 * state["m"] + 0.02 * g,
-                    "d": 0.08 * change + 0.92 * state["d"],
-                    "v": 0.01 * (g + 0.92 * change) ** 2 + 0.99 * state["v"],
-                }
-                for key in new:
-                    if self.in_place:
-                        state[key].copy_(new[key])
-                    else:
-                        state[key] = new[key]
-                update = state["m"] + 0.92 * state["d"]
-                p.addcdiv_(update, state["v"].sqrt() + 1e-8, value=-group["lr"])
+    def update(self, p: Tensor, g: Tensor, state: Any, lr: float) -> None:
+        if not state:
+            state.update({key: torch.zeros_like(p) for key in ("m", "d", "v")})
+            state["before"] = g.clone()
+        change = g - state["before"]
+        before = g.clone()
+        m = 0.98 * state["m"] + 0.02 * g
+        d = 0.08 * change + 0.92 * state["d"]
+        v = 0.01 * (g + 0.92 * change) ** 2 + 0.99 * state["v"]
+        self.store(state, before=before, m=m, d=d, v=v)
+        p.addcdiv_(state["m"] + 0.92 * state["d"], state["v"].sqrt() + 1e-8, value=-lr)
 
 
 class AdanInPlace(Adan):
     in_place = True
 
 
-class Exchanging(Adam):
-    """Adam whose moments exchange their places."""
+class Exchanging(Written):
+    """One whose moments exchange their places."""
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["m"], state["v"] = torch.zeros_like(p), torch.ones_like(p)
-                m, v = 0.99 * state["v"] + 0.01 * p.grad, 0.99 * state["m"] + 0.02 * p.grad
-                if self.in_place:
-                    m, v = m.clone(), v.clone()
-                    state["m"].copy_(m)
-                    state["v"].copy_(v)
-                else:
-                    state["m"], state["v"] = m, v
-                p.add_(state["v"], alpha=-group["lr"])
+    def update(self, p: Tensor, g: Tensor, state: Any, lr: float) -> None:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.ones_like(p)
+        m, v = 0.99 * state["v"] + 0.01 * g, 0.99 * state["m"] + 0.02 * g
+        self.store(state, m=m, v=v)
+        p.add_(state["v"], alpha=-lr)
 
 
 def start(kind: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
