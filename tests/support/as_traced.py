@@ -24,13 +24,16 @@ def recorded_and_traced(program: Program) -> tuple[Run, Run] | None:
     one 0-d tensor there, the product being done at once, and takes it for a factor near one: it is
     computed on whole values. And a number that is read of a parameter, and scales it, ends a
     recorded segment, which rounds the parameter to its storage, where Dynamo's graph has the number
-    in it.
+    in it. And a decay that a count in Python divides is a constant in Dynamo's first graph, and a
+    factor that may be near one in a recorded segment, which has the number as an input.
     """
     program = replace(program, schedule="")
     apart = program.torch_optim or program.resumed
     apart = apart or "p.sum().item()" in program.script()
-    apart = apart or program.wrapped or (program.by_turns and program.counter in ("state", "group"))
     decays = any("wd" in line.text for line in program.lines)
+    counted = program.counter in ("state", "group")
+    divided = counted and any("**k" in line.text for line in program.lines)
+    apart = apart or program.wrapped or (counted and program.by_turns) or (divided and decays)
     no_decay = decays and any(wd == 0 for _, wd in program.rates)
     subtracted = any("lr * wd * p" in line.text for line in program.lines)
     if apart or (program.tensor_lr and (no_decay or subtracted)) or "addcdiv" in program.script():
