@@ -343,11 +343,11 @@ class Steps:
 
     def _find_states(self) -> None:
         self.recorder.asleep = False
-        with self.recorder.paused():  # who looks for them may ask for addresses
+        with self.recorder.paused():  # who looks for them may ask for addresses, and compares rows
             if isinstance(self.discovery, OptimizerStates):
                 hand_on(self.discovery.optimizer())
             present = self.states.find()
-        self.words.begin(present)
+            self.words.begin(present)
         self.recorder.notes.carried = frozenset(self.states.memory)
         if self.in_method:
             return
