@@ -365,7 +365,7 @@ class Compilation:
         narrow = self.narrow
         if narrow is not None and narrow.groups and not (narrow.called or self.direct):
             return Unlike("its classes cannot be updated last")
-        if self.alone and self.direct is not None and self.direct.rest is not None:
+        if self.alone and self.direct is not None and not self.direct.is_of_numbers:
             self.needs_inductor = True
             return Unlike("there is more in it")
         return program

@@ -142,8 +142,8 @@ def compile_rewritten(
     if direct is None:
         inner = compile_(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
-    if direct.rest is None:
-        return direct.bind(None), ""
+    if direct.is_of_numbers:
+        return direct.interpreted(), ""
     place = {i: k for k, i in enumerate(direct.inputs)}
     static = kwargs.get("static_input_idxs", ())
     kwargs = {**kwargs, "static_input_idxs": [place[i] for i in static if i in place]}

@@ -14,13 +14,18 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, run_multi_tensor
+from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import base_of
-from collage_fx.passes.ir.program import value_of
+from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, is_tensor, value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.residuals.memory import empty_as
+from collage_fx.runtime.torch_private import _disable_current_modes
 
 aten = torch.ops.aten
+_FILLED = (aten.full.default, aten.scalar_tensor.default)
+_FEW = 32
+"""Operations on numbers that eager PyTorch does between two kernels; each takes 2 us."""
 
 
 @dataclass
@@ -70,7 +75,7 @@ class Direct:
     first_made: int
     """The number of the first of these."""
     compiled: Callable[[list[Any]], Any] | None = None
-    """The boxed callable of `rest`, once that is compiled."""
+    """The boxed callable of `rest`, once that is compiled, if it has to be."""
 
     def bind(self, rest: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
         """Return the boxed callable of the whole graph, given that of `rest`."""
@@ -89,6 +94,11 @@ class Direct:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def interpreted(self) -> Callable[[list[Any]], Any]:
+        """Return the boxed callable of the whole graph, without Inductor."""
+        rest = None if self.rest is None else _eager(self.rest)
+        return self.bind(None if rest is None else lambda values: rest(*values))
+
     def allocate(self) -> list[Tensor]:
         """Return memory for what the kernels make."""
         return list(map(empty_as, self.memory))
@@ -98,6 +108,16 @@ class Direct:
         """The values that `rest` makes."""
         results: Any = self.rest.graph.output_node().args[0] if self.rest is not None else ()
         return list(results)
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """True if `rest` computes a few numbers of the host, such as a rate that changes, negated.
+
+        That takes eager PyTorch some microseconds, and Inductor seconds to compile.
+        """
+        nodes = self.rest.graph.nodes if self.rest is not None else ()
+        made = [n for n in nodes if n.op not in ("placeholder", "output")]
+        return len(made) <= _FEW and all(map(_makes_number, made))
 
     @property
     def writes_by_kernels(self) -> bool:
@@ -122,6 +142,39 @@ class Direct:
         # As AOTAutograd calls it, which a bound graph does without: libraries write `out=`.
         with torch.no_grad():
             return list(self.compiled([values[i] for i in self.inputs]))
+
+
+def _makes_number(node: Node) -> bool:
+    """Return True if a node computes a number on the host of others there, without drawing it."""
+    if not all(map(_is_number, (node, *node.all_input_nodes))):
+        return False
+    if not is_tensor(node):
+        return node.op == "call_function"
+    return node.target in _FILLED or (elementwise(node) and value_of(node).dtype not in LOW_PRECISION)
+
+
+def _is_number(node: Node) -> bool:
+    """Return True if the value of a node is a 0-d tensor on the CPU, or a number of Python."""
+    value = node.meta["val"]
+    number = isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+    return number or isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _eager(gm: GraphModule) -> GraphModule:
+    """Return a graph of numbers as eager PyTorch does it soonest: its constants are made once."""
+    graph, made = Graph(), dict[str, Tensor]()
+    env: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not node.all_input_nodes:
+            with torch.inference_mode(False), _disable_current_modes():
+                made[node.name] = node.target(*node.args, **node.kwargs)
+            env[node] = graph.get_attr(node.name)
+        elif node.target is CONVERT:  # it is done in Python
+            x, dtype = node.args
+            env[node] = graph.call_function(aten._to_copy.default, (env[x],), {"dtype": dtype})
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return GraphModule(made, graph)
 
 
 def kernels_in(gm: GraphModule) -> list[tuple[str, torch.device]]:

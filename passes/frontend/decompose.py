@@ -91,9 +91,14 @@ def constant_of(x: Any) -> Any:
     return x.args[1] if ones and is_scalar(x.args[1], value_of(x)) else None
 
 
+def _is_one(number: Any) -> bool:
+    """Return True if a number is the constant one: to ask a symbol would guard its value."""
+    return type(number) in (int, float) and number == 1
+
+
 def _scaled(b: Builder, wide: Tensor, x: Operand, scale: Any) -> Any:
     """Return x * scale in the dtype of wide, or x itself when scale is one."""
-    return x if scale == 1 else b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
+    return x if _is_one(scale) else b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
 
 
 def _add_or_sub(op: Any, b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:
@@ -101,11 +106,11 @@ def _add_or_sub(op: Any, b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any 
     if not is_value(y):
         return _binary(b, out, op, x, y * alpha)
     if op is aten.add.Tensor:
-        polyfill = _lerp(x, y, alpha) or (_lerp(y, x, 1) if alpha == 1 else None)
+        polyfill = _lerp(x, y, alpha) or (_lerp(y, x, 1) if _is_one(alpha) else None)
         if polyfill:
             op = aten.lerp.Tensor if is_value(polyfill[2]) else aten.lerp.Scalar
             return b.call(op, *polyfill, val=out)
-    if alpha == 1:
+    if _is_one(alpha):
         return _binary(b, out, op, x, y)
     return once(
         b, out, lambda wide, x, y: b.call(op, x, _scaled(b, wide, y, alpha), val=wide), x, y
@@ -127,7 +132,7 @@ def _lerp(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any] | None:
 
     That is y = end - x with the weight beside it, or y = w * (end - x).
     """
-    if is_value(y) and y.target is aten.mul.Tensor and weight == 1:
+    if is_value(y) and y.target is aten.mul.Tensor and _is_one(weight):
         y, weight = y.args  # a scalar stands second, by _mul
     if not is_value(y) or y.target is not aten.sub.Tensor or y.args[1] is not x:
         return None
@@ -164,8 +169,9 @@ def _where(b: Builder, out: Tensor, condition: Any, x: Any, y: Any) -> Any:
 def _addcmul(b: Builder, out: Tensor, x: Operand, t1: Any, t2: Any, value: Any = 1) -> Any:
     for weight, other in ((t1, t2), (t2, t1)):
         number = constant_of(weight)
-        if number is not None and (value == 1 or (not is_value(number) and not is_value(value))):
-            alpha = number if value == 1 else number * value
+        one = _is_one(value)
+        if number is not None and (one or (not is_value(number) and not is_value(value))):
+            alpha = number if one else number * value
             return _add(b, out, x, other, alpha=alpha)
     return _add_scaled(b, out, aten.mul.Tensor, (x, t1, t2), value)
 

@@ -8,6 +8,7 @@ import gc
 import types
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 
 import collage_fx
+from collage_fx.passes.codegen import inductor_compile
 from collage_fx.runtime.kernels.tensor_snapshot import TensorSnapshot
 
 pytestmark = pytest.mark.kernels
@@ -109,21 +111,36 @@ def test_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not repeats
 
 
-@pytest.mark.slow
-def test_rates_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule makes the rate an input of the graph, and each step has another."""
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(AdamW, {}, marks=pytest.mark.slow),
+        (SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        pytest.param(SGD, {"nesterov": True, "momentum": 0.9}, marks=pytest.mark.slow),
+    ],
+)
+def test_rates_that_change(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]
+) -> None:
+    """A schedule makes the rate an input of the graph, and each step has another.
+
+    Nothing but numbers, such as the negative rate, is then left to compile beside our kernels.
+    """
 
     def schedule(optimizer: Optimizer, i: int) -> None:
         optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)
         optimizer.param_groups[1]["lr"] = 1e-3 * (i + 1)
 
     def two_groups() -> Optimizer:
-        optimizer = made(AdamW, "mcf2", lr=1e-3)
+        optimizer = made(kind, "mcf2", lr=1e-3, **options)
         optimizer.add_param_group({"params": params(1)[:2]})
         return optimizer
 
+    inductor = Mock()
+    monkeypatch.setattr(inductor_compile, "compile_functional", inductor)
     repeats = compare(monkeypatch, two_groups, 16, schedule)
     assert len(repeats) >= 5
+    assert not inductor.called
 
 
 @pytest.mark.slow

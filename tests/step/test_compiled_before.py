@@ -62,6 +62,7 @@ def taken(step: Callable[..., Any], *args: Any) -> int:
     return served.graph
 
 
+@pytest.mark.filterwarnings("ignore:.*runs without compensation")
 @pytest.mark.parametrize("kind", [Scaled, Moved])
 def test_an_optimizer_has_graphs_past_the_limit_of_plain_ones(kind: type[Scaled]) -> None:
     plain = [made(Scaled) for _ in range(LIMIT + 1)]
