@@ -150,7 +150,9 @@ def _makes_number(node: Node) -> bool:
         return False
     if not is_tensor(node):
         return node.op == "call_function"
-    return node.target in _FILLED or (elementwise(node) and value_of(node).dtype not in LOW_PRECISION)
+    if node.target in _FILLED:
+        return True
+    return elementwise(node) and value_of(node).dtype not in LOW_PRECISION
 
 
 def _is_number(node: Node) -> bool:

@@ -52,7 +52,9 @@ class StandsForOthers(Protocol):
     code: Any
     """The `side_inputs.Code` that has done so."""
     sources: list[str]
-    """Sources of the graph's arguments, if it holds for whatever numbers."""
+    """Sources of the graph's arguments."""
+    condition: Callable[[], Any]
+    """Returns the `stand_in.group_numbers.Condition` of its numbers; None if none is known."""
     unlike: Unlike | None
     """Reason why the traced parameters do not stand for the others, once one has been found."""
     pooled: bool

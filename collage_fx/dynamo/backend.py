@@ -406,7 +406,7 @@ class _Step:
         result = self._run(steps, args)
         if stand_ins is not None:
             stand_ins.outcome, stand_ins.code = Outcome.DONE, self.code
-            stand_ins.sources = [] if self.symbols.guarded else self.symbols.sources
+            stand_ins.sources, stand_ins.condition = self.symbols.sources, self.symbols.condition
         return result
 
     def _check(self, layouts: Layouts, args: tuple[Any, ...]) -> None:

@@ -19,6 +19,7 @@ from collage_fx.passes.codegen.inductor_compile import fake_mode_of
 from collage_fx.passes.dedup.graph_scan import overwrites
 from collage_fx.runtime.torch_private import TracingContext, tracing
 from collage_fx.runtime.trees import tree_leaves
+from collage_fx.stand_in.group_numbers import ALWAYS, Condition
 
 
 class Symbols:
@@ -36,11 +37,25 @@ class Symbols:
         self.assumed: list[sympy.Expr] = []
         """Assumptions about the symbols, beyond Dynamo's guards, made by compiling it again."""
 
-    @property
-    def guarded(self) -> bool:
-        """True if the graph holds for some values of its symbols only, as far as is known here."""
+    def condition(self) -> Condition | None:
+        """Return the condition on the numbers for which the graph holds, as far as is known here.
+
+        None if it is none of numbers that Dynamo hands in, or cannot be asked for values.
+        """
         env = getattr(self.fake_mode, "shape_env", None)
-        return bool(self.assumed or (env is not None and env.guards))
+        guards = [*self.assumed, *(guard.expr for guard in (env.guards if env is not None else ()))]
+        if not guards:
+            return ALWAYS
+        numbers = {m.node.expr: (self.sources[i], m.node.hint) for i, m in self.items.items()}
+        used = sorted({s for expr in guards for s in expr.free_symbols}, key=str)
+        if not numbers.keys() >= {*used}:
+            return None
+        holds = sympy.lambdify(used, sympy.And(*guards), modules="math")
+        try:
+            known = bool(holds(*(numbers[s][1] for s in used)))
+        except Exception:  # a function of torch's own, of which sympy prints no code
+            return None
+        return Condition(tuple(numbers[s][0] for s in used), holds) if known else None
 
     @contextmanager
     def compiling_again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -4,9 +4,9 @@ import dataclasses
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -31,6 +31,36 @@ _SCHEDULED = (
 )
 """A key that torch.optim.lr_scheduler puts into parameter groups, and the numbers that it changes
 then."""
+
+
+class GroupNumber(NamedTuple):
+    """Place of a number of a parameter group."""
+
+    group: int
+    key: str
+    index: int | None = None
+    """Position in a tuple or a list, as of `betas`."""
+
+    @classmethod
+    def named(cls, name: str) -> "GroupNumber | None":
+        """Return the place that Dynamo has a name for; None if it is none of a group."""
+        at = _OF_GROUP.fullmatch(name)
+        index = int(at["index"]) if at is not None and at["index"] else None
+        return None if at is None else cls(int(at["group"]), at["key"], index)
+
+    @property
+    def name(self) -> str:
+        """Dynamo's name for it in a method of the optimizer."""
+        index = "" if self.index is None else f"[{self.index}]"
+        return f"L['self'].param_groups[{self.group}]['{self.key}']{index}"
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> Any:
+        """Return the value there; None if there is none."""
+        found = groups[self.group].get(self.key) if self.group < len(groups) else None
+        if self.index is None:
+            return found
+        within = isinstance(found, list | tuple) and self.index < len(found)
+        return found[self.index] if within else None
 
 
 class _Traced(threading.local):
@@ -100,13 +130,8 @@ def numbers_if_traced(
 
 def _in_groups(groups: list[dict[str, Any]], name: str) -> Any:
     """Return the value of this name in parameter groups; None if none has it."""
-    at = _OF_GROUP.fullmatch(name)
-    if at is None or int(at["group"]) >= len(groups):
-        return None
-    found = groups[int(at["group"])].get(at["key"])
-    if at["index"]:
-        return found[int(at["index"])] if isinstance(found, list | tuple) else None
-    return found
+    place = GroupNumber.named(name)
+    return None if place is None else place.of(groups)
 
 
 def _replace() -> None:

@@ -1,8 +1,7 @@
 """Comparison of optimizers: of two that are alike, one can use what was compiled for the other."""
 
-import math
 import threading
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from itertools import compress
 from typing import Any
 
@@ -17,6 +16,7 @@ from collage_fx.runtime.residuals.dtensor import place_of, shard_of
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.positions import place_in_order
 from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.stand_in.group_numbers import GroupNumbers
 from collage_fx.stand_in.members import GRAD, Members
 from collage_fx.stand_in.torch_steps import code_of_step
 
@@ -100,7 +100,7 @@ def _read(group: dict[str, Any]) -> list[tuple[str, Any]]:
 def signature(
     optimizer: Optimizer,
     session: Session,
-    numbers: Collection[tuple[int, str]],
+    numbers: GroupNumbers,
     members: Members,
 ) -> Hashable | None:
     """Return all that what is compiled for an optimizer follows from, but for what is input.
@@ -113,20 +113,22 @@ def signature(
     Args:
         optimizer: one of torch.optim, its states being made.
         session: compiles its steps.
-        numbers: the group and the key of each float that its graph takes as an input.
+        numbers: floats of groups that its graph takes as inputs.
         members: its parameters.
     """
     held, code = compensable_dtypes(session.config.storage), code_of_step(optimizer)
     attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _ASIDE]
     if code is None or any([isinstance(v, Tensor) for _, v in attributes]):
         return None  # GradScaler's tensors, such as the scale of gradients
+    if numbers.read(optimizer.param_groups) is None:
+        return None
     groups: list[Hashable] = []
     kinds: list[Hashable] = []
     for g, group in enumerate(optimizer.param_groups):
         read = _read(group)
         for (key, value), constant in zip(read, constants([v for _, v in read]), strict=True):
-            if (g, key) in numbers and type(value) is float and math.isfinite(value):
-                groups.append((g, key))
+            if numbers.takes(g, key):
+                groups.append((g, key, _exactly(numbers.rest(g, key, value))))
             elif constant:
                 groups.append((g, key, _exactly(value)))
             else:

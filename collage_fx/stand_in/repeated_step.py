@@ -8,8 +8,6 @@ state, is asked for beside it. Whatever has changed, the step is done as any oth
 where only tensors are others (`SharedGraph.repeated`).
 """
 
-import math
-import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -39,10 +37,8 @@ from collage_fx.runtime.residuals.residual import Residual, keep_versions, memor
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import constants
+from collage_fx.stand_in.group_numbers import ALWAYS, GroupNumbers, numbers_taken
 from collage_fx.stand_in.stand_ins import StandIns
-
-_FLOAT = re.compile(r"L\['self'\]\.param_groups\[(\d+)\]\['(\w+)'\]")
-"""Dynamo's name for a number of a parameter group; see `name_of_number`."""
 
 
 class RepeatedStep:
@@ -51,7 +47,7 @@ class RepeatedStep:
     def __init__(
         self,
         runs: "_ByCalls | ByKernels",
-        numbers: Sequence[tuple[int, str]],
+        numbers: GroupNumbers,
         residuals: Iterable[Residual],
         gradients: ReadGradients,
         steps: Steps,
@@ -60,7 +56,7 @@ class RepeatedStep:
 
         Args:
             runs: do it.
-            numbers: the group and the key of each float that its graph takes.
+            numbers: the floats of groups that its graph takes.
             residuals: those that it writes.
             gradients: finds those that it reads with residuals.
             steps: keeps the record.
@@ -92,24 +88,25 @@ class RepeatedStep:
         if not all([r.of_gradient for _, r in read]):
             raise Unrepeatable("it reads states that others write")
         taken = args if code.parts else noted.calls[0].inputs
-        numbers = numbers_taken(optimizer, stand_ins.sources, args, taken)
-        places = list(numbers.values())
+        condition, groups = stand_ins.condition(), optimizer.param_groups
+        found = numbers_taken(optimizer, stand_ins.sources, condition, args, taken)
+        numbers = GroupNumbers([*found.values()], condition or ALWAYS, groups)
         of_all = steps.session.shared_numbers()
-        found = list(current.values())
-        contents = contents_of(optimizer, stand_ins.params, found, places, of_all, read)
+        states = list(current.values())
+        contents = contents_of(optimizer, stand_ins.params, states, numbers, of_all, read)
         runs: _ByCalls | ByKernels
         if code.parts:
-            runs = _ByCalls(code, args, known, contents, list(numbers), read)
+            runs = _ByCalls(code, args, known, contents, list(found), read)
         else:
             seeds = code.new_seeds()
-            runs = ByKernels(code.direct, seeds, noted.calls[0], contents, list(numbers))
+            runs = ByKernels(code.direct, seeds, noted.calls[0], contents, list(found))
         written = [residual for _, residual in current.values()]
         gradients = ReadGradients(read, contents.given[: len(contents.params)])
-        return cls(runs, places, written, gradients, steps)
+        return cls(runs, numbers, written, gradients, steps)
 
     def run(self, optimizer: Optimizer) -> bool:
         """Do the step; return False, with nothing done, if something has changed."""
-        runs, groups = self.runs, optimizer.param_groups
+        runs = self.runs
         if not self._allowed(optimizer):
             return False
         read = self._read()
@@ -118,8 +115,8 @@ class RepeatedStep:
         given = runs.snapshot.unchanged(vars(optimizer), components_of(read))
         if not given or not runs.fit():
             return False
-        found: list[Any] = [groups[g][key] for g, key in self.numbers]
-        if not all(map(math.isfinite, found)):
+        found = self.numbers.read(optimizer.param_groups)
+        if found is None:
             return False
         runs.run(given, list(map(number_tensor, found)), read)
         self.steps.repeated()
@@ -222,40 +219,11 @@ class _ByCalls:
         self.graph.run(tuple(args), read)
 
 
-def name_of_number(group: int, key: str) -> str:
-    """Return Dynamo's name for a number of a parameter group."""
-    return f"L['self'].param_groups[{group}]['{key}']"
-
-
-def numbers_taken(
-    optimizer: Optimizer,
-    sources: Sequence[str],
-    args: tuple[Any, ...],
-    taken: Iterable[Any],
-) -> dict[int, tuple[int, str]]:
-    """Return, by the ids of the tensors that Dynamo made of them, where floats come from.
-
-    Args:
-        optimizer: whose groups have them.
-        sources: Dynamo's names for the arguments of the graph.
-        args: the arguments.
-        taken: those, and whatever else, of which they are asked for.
-    """
-    found = {}
-    for t, source in zip(args, sources, strict=False):
-        if (place := _FLOAT.fullmatch(source)) is not None:
-            group, key = int(place[1]), place[2]
-            if type(optimizer.param_groups[group].get(key)) is float:
-                found[id(t)] = group, key
-    wanted = {*map(id, taken)}
-    return {number: place for number, place in found.items() if number in wanted}
-
-
 def contents_of(
     optimizer: Optimizer,
     params: Sequence[Tensor],
     current: Sequence[tuple[Tensor, Residual]],
-    numbers: Sequence[tuple[int, str]],
+    numbers: GroupNumbers,
     of_all: Sequence[Tensor],
     read: Pairs,
 ) -> Contents:
@@ -265,7 +233,7 @@ def contents_of(
         optimizer: whose step it is.
         params: the parameters that it updates.
         current: what has residuals that it writes, with these.
-        numbers: the group and the key of each float that may be another one.
+        numbers: floats of groups that may be others.
         of_all: further 0-d tensors that its graph reads.
         read: gradients that it reads with their residuals, with these.
 
@@ -278,7 +246,7 @@ def contents_of(
     attributes = {k: v if constant else ANYTHING for (k, v), constant in fixed}
     attributes |= {"param_groups": groups, "state": state}
     known = [
-        {k: NUMBER if (g, k) in numbers else v for k, v in group.items()}
+        {k: _another(v) if numbers.takes(g, k) else v for k, v in group.items()}
         for g, group in enumerate(groups)
     ]
     containers: list[tuple[Any, Iterable[Any]]] = [
@@ -317,3 +285,8 @@ def contents_of(
         sharded=[t for t, shard in zip(wholes, guarded, strict=True) if t is not shard],
         alike=guards_of([*guarded, *grads, *memory]).check,
     )
+
+
+def _another(value: Any) -> Any:
+    """Return the sign for a number that may be another, or a tuple that has one."""
+    return NUMBER if type(value) is float else ANYTHING

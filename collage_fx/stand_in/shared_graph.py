@@ -39,13 +39,12 @@ from collage_fx.runtime.residuals.residual import Residual, clear_stale, fit
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import residuals_of, shares, signature, starts_of
+from collage_fx.stand_in.group_numbers import ALWAYS, GroupNumbers, numbers_taken
 from collage_fx.stand_in.members import GRAD, Member, Members, members_of
 from collage_fx.stand_in.repeated_step import (
     ByKernels,
     RepeatedStep,
     contents_of,
-    name_of_number,
-    numbers_taken,
 )
 from collage_fx.stand_in.stand_ins import StandIns
 
@@ -91,9 +90,11 @@ class SharedGraph:
         """
         code = stand_ins.code
         assert code is not None
-        taken = numbers_taken(optimizer, stand_ins.sources, observed.args, observed.inputs)
-        self.numbers = list(taken.values())
-        """The group and the key of each float that the graph takes."""
+        condition, sources = stand_ins.condition(), stand_ins.sources
+        taken = numbers_taken(optimizer, sources, condition, observed.args, observed.inputs)
+        self.condition = condition or ALWAYS
+        groups = optimizer.param_groups
+        self.numbers = GroupNumbers([*taken.values()], self.condition, groups)
         members = members_of(optimizer)
         self.signature = signature(optimizer, session, self.numbers, members)
         self.residuals = {residuals, residuals_of(members)}
@@ -218,7 +219,7 @@ class SharedGraph:
         bits = STORE.bits_for(current, [c for _, c in self.carried[:count]]) if changed else ()
         gathered = Gathered(current, [], read, bits)
         current_residuals([gathered])
-        floats = [number_tensor(optimizer.param_groups[g][key]) for g, key in self.numbers]
+        floats = self.floats(optimizer)
         of_all = session.shared_numbers()
         full = [*rows, of_all]  # the last, as `_SHARED` says
         high = [floats[x] if isinstance(x, int) else full[x.param][x.at] for x in self.inputs]
@@ -230,6 +231,12 @@ class SharedGraph:
         logs.LOG.info("%s: done by what was compiled before", session.subject)
         gradients = ReadGradients(read, contents.given[: len(params)])
         return RepeatedStep(runs, self.numbers, [r for _, r in current], gradients, steps)
+
+    def floats(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the floats of an optimizer's groups that the graph takes, which hold."""
+        found = self.numbers.read(optimizer.param_groups)
+        assert found is not None
+        return list(map(number_tensor, found))
 
     def _current(self, rows: Sequence[Sequence[Any]]) -> list[tuple[Tensor, Residual]] | None:
         """Return the states that have residuals, with these, if they are those that it is to have.
@@ -305,7 +312,8 @@ class SharedStandIns(StandIns):
         self.graph: SharedGraph = graph
         self.session = session
         self.code = graph.bind(optimizer, session, self.params)
-        self.sources = [name_of_number(*number) for number in graph.numbers]
+        self.sources = [place.name for place in graph.numbers.places]
+        self.condition = lambda: graph.condition
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return True if all is as it was, and as it was for the optimizer that was traced."""
@@ -322,9 +330,7 @@ class SharedStandIns(StandIns):
         steps, code = self.session.steps(), self.code
         assert isinstance(steps, Steps) and code is not None
         self.session.calls += 1
-        groups = self.few.optimizer.param_groups
-        found = [groups[g][key] for g, key in self.graph.numbers]
-        numbers = tuple(map(number_tensor, found))
+        numbers = tuple(self.graph.floats(self.few.optimizer))
         steps.recorder.flush_outside()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
         lies_as_before = code.lies_as_before(numbers, sized=True)

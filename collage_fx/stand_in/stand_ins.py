@@ -26,6 +26,7 @@ from collage_fx.passes.ir.program import Settings, Unlike
 from collage_fx.runtime.residuals.dtensor import is_sharded, shard_of, sharded_like, shards_of
 from collage_fx.runtime.residuals.memory import empty_as, overlapping
 from collage_fx.runtime.storage.registry import compensable_dtypes
+from collage_fx.stand_in.group_numbers import Condition
 from collage_fx.stand_in.members import GRAD, NO_STATE, Member
 from collage_fx.stand_in.torch_steps import copy_of_step, of_one_shape
 
@@ -152,6 +153,7 @@ class StandIns:
         self.outcome = Outcome.PARTS
         self.code: Code | None = None
         self.sources: list[str] = []
+        self.condition: Callable[[], Condition | None] = lambda: None
         self.unlike: Unlike | None = None
         self.graph: Any = None
         """`SharedGraph` of the compiled code without the tensors, if there is one."""

@@ -6,7 +6,18 @@ from types import FunctionType, GenericAlias
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adafactor, Adam, Adamax, AdamW, Muon, NAdam, Optimizer
+from torch.optim import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+)
 
 from collage_fx.classes import class_of
 from collage_fx.compilation.session import Session
@@ -14,7 +25,7 @@ from collage_fx.hooks.step_substitution import layers, with_own_code
 from collage_fx.optimizer.discovery import init_states
 from collage_fx.optimizer.ownership import owned_tensors
 
-ALIKE = frozenset({Adam, Adamax, AdamW, NAdam, SGD})
+ALIKE = frozenset({Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, SGD})
 """Classes, not those that users derive, whose step treats each parameter of a group by itself."""
 
 SHAPED = frozenset({Adafactor, Muon})

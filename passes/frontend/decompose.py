@@ -98,7 +98,9 @@ def _is_one(number: Any) -> bool:
 
 def _scaled(b: Builder, wide: Tensor, x: Operand, scale: Any) -> Any:
     """Return x * scale in the dtype of wide, or x itself when scale is one."""
-    return x if _is_one(scale) else b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
+    if _is_one(scale):
+        return x
+    return b.call(aten.mul.Tensor, x, scale, val=like(value_of(x), wide.dtype))
 
 
 def _add_or_sub(op: Any, b: Builder, out: Tensor, x: Any, y: Any, *, alpha: Any = 1) -> Any:

@@ -143,6 +143,32 @@ def test_rates_that_change(
     assert not inductor.called
 
 
+def momenta(optimizer: Optimizer, i: int) -> None:
+    """Change rate and momentum as OneCycleLR does; in the end to 0, for which Dynamo has guards."""
+    group = optimizer.param_groups[0]
+    group["lr"], group["momentum"] = 1e-2 / (i + 1), 0.8 + 0.01 * i if i < 12 else 0.0
+
+
+def betas(optimizer: Optimizer, i: int) -> None:
+    """Change the first beta in each step, and the second, which is a constant, in one."""
+    group = optimizer.param_groups[0]
+    group["lr"], group["betas"] = 1e-2 / (i + 1), (0.8 + 0.01 * i, 0.99 if i == 12 else 0.999)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "cycle"),
+    [(SGD, {"momentum": 0.9}, momenta), pytest.param(AdamW, {}, betas, marks=pytest.mark.slow)],
+)
+def test_momenta_that_change(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], cycle: Any
+) -> None:
+    """Steps are repeated while what Dynamo has guarded of such numbers holds."""
+    make = functools.partial(made, kind, "mcf2", lr=1e-3, **options)
+    repeats = compare(monkeypatch, make, 16, cycle)
+    assert {6, 7, 8, 9, 10, 11} <= {*repeats}
+    assert not {12, 13} & {*repeats}
+
+
 @pytest.mark.slow
 def test_closures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is called once, with gradients on, and its loss returned, whoever does the step."""

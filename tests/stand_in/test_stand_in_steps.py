@@ -13,7 +13,7 @@ import torch
 from representative_runs import Change, give_gradients, parameters, run, same
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 import collage_fx
 from collage_fx.stand_in import steps as stand_in_steps
@@ -31,7 +31,11 @@ OPTIMIZERS = {
     "AdamW, foreach": lambda ps: AdamW(ps, lr=1e-3, foreach=True),
     "AdamW, two groups": lambda ps: AdamW([{"params": ps[:10]}, {"params": ps[10:], "lr": 0.1}]),
     "AdamW, lr a tensor": lambda ps: AdamW(ps, lr=torch.tensor(1e-3)),
+    "Adagrad": lambda ps: Adagrad(ps, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
+    "Adagrad, foreach": lambda ps: Adagrad(ps, lr=1e-2, foreach=True),
     "NAdam": lambda ps: NAdam(ps, lr=1e-3),
+    "RAdam": lambda ps: RAdam(ps, lr=1e-3, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam, foreach": lambda ps: RAdam(ps, lr=1e-3, foreach=True),
     "Adamax, foreach": lambda ps: Adamax(ps, lr=1e-3, foreach=True),
     "SGD": lambda ps: SGD(ps, lr=1e-3, weight_decay=0.1),
     "SGD, momentum": lambda ps: SGD(ps, lr=1e-3, momentum=0.9, nesterov=True, foreach=True),

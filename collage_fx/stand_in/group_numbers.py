@@ -1,0 +1,98 @@
+"""Numbers of parameter groups that a graph takes, read anew for each of its calls.
+
+A rate that changes is an input of the graph, and so is one that is an element of a tuple, such as
+`betas`. Dynamo may have guarded the values of such numbers (`if momentum != 0`): where these guards
+do not hold, the step is done in full.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from collage_fx.hooks.symbolic_numbers import GroupNumber
+
+
+class Condition(NamedTuple):
+    """Guards of the values of numbers, behind which a graph holds."""
+
+    sources: tuple[str, ...]
+    """Dynamo's names for the numbers."""
+    holds: Callable[..., bool]
+    """Function of the numbers."""
+
+
+ALWAYS = Condition((), lambda: True)
+
+
+class GroupNumbers:
+    """Floats of an optimizer's parameter groups that a graph takes, in its order."""
+
+    def __init__(self, places: Sequence[GroupNumber], condition: Condition, groups: Any) -> None:
+        """Begin with the values of now, of which the condition holds.
+
+        Args:
+            places: of the numbers.
+            condition: of them and others.
+            groups: the parameter groups of the optimizer.
+        """
+        self.places, self._holds = list(places), condition.holds
+        self._guarded = [GroupNumber.named(name) for name in condition.sources]
+        tuples = {(place.group, place.key) for place in places if place.index is not None}
+        self._rest = {at: self.rest(*at, GroupNumber(*at).of(groups)) for at in tuples}
+
+    def rest(self, group: int, key: str, value: Any) -> Any:
+        """Return what is no input of the value of a key of a group; None of a float that is one."""
+        taken = [place.index for place in self.places if place[:2] == (group, key)]
+        if type(value) is not tuple or not taken:
+            return None if taken else value
+        return tuple([None if i in taken else x for i, x in enumerate(value)])
+
+    def takes(self, group: int, key: str) -> bool:
+        """Return True if the value of a key of a group is one of the numbers, or has one in it."""
+        return any(place[:2] == (group, key) for place in self.places)
+
+    def read(self, groups: Any) -> list[float] | None:
+        """Return the numbers of now; None if the graph is not for them, or for what is beside them
+        in a tuple."""
+        found = [place.of(groups) for place in self.places]
+        if not all([type(x) is float and math.isfinite(x) for x in found]):
+            return None
+        for at, rest in self._rest.items():
+            if repr(self.rest(*at, GroupNumber(*at).of(groups))) != repr(rest):
+                return None
+        guarded = [None if place is None else place.of(groups) for place in self._guarded]
+        return found if self._holds(*guarded) else None
+
+
+def numbers_taken(
+    optimizer: Any,
+    sources: Sequence[str],
+    condition: Condition | None,
+    args: tuple[Any, ...],
+    taken: Iterable[Any],
+) -> dict[int, GroupNumber]:
+    """Return, by the ids of the tensors that Dynamo made of them, the places of floats.
+
+    Args:
+        optimizer: whose groups have them.
+        sources: Dynamo's names for the arguments of the graph.
+        condition: on the numbers; None if the graph may hold for those of one call only.
+        args: the arguments.
+        taken: those, and whatever else, of which they are asked for.
+    """
+    groups = optimizer.param_groups
+    if condition is None or not all(map(GroupNumber.named, condition.sources)):
+        return {}
+    found = {id(t): GroupNumber.named(name) for t, name in zip(args, sources, strict=False)}
+    wanted = {*map(id, taken)}
+    return {
+        number: place
+        for number, place in found.items()
+        if number in wanted and place is not None and _may_change(place, groups)
+    }
+
+
+def _may_change(place: GroupNumber, groups: Any) -> bool:
+    """Return True if a place has a float, which is replaced when it changes."""
+    whole = type(groups[place.group].get(place.key)) is tuple
+    return type(place.of(groups)) is float and (place.index is None or whole)
