@@ -142,7 +142,7 @@ def compile_rewritten(
     if direct is None:
         inner = compile_(gm, inputs, kwargs)
         return inner, getattr(inner, "source_code", "")
-    if direct.is_of_numbers:
+    if direct.rest is None or direct.is_of_numbers:
         return direct.interpreted(), ""
     place = {i: k for k, i in enumerate(direct.inputs)}
     static = kwargs.get("static_input_idxs", ())

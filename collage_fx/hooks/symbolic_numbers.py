@@ -38,29 +38,30 @@ class GroupNumber(NamedTuple):
 
     group: int
     key: str
-    index: int | None = None
+    at: int | None = None
     """Position in a tuple or a list, as of `betas`."""
 
     @classmethod
     def named(cls, name: str) -> "GroupNumber | None":
         """Return the place that Dynamo has a name for; None if it is none of a group."""
-        at = _OF_GROUP.fullmatch(name)
-        index = int(at["index"]) if at is not None and at["index"] else None
-        return None if at is None else cls(int(at["group"]), at["key"], index)
+        found = _OF_GROUP.fullmatch(name)
+        if found is None:
+            return None
+        at = int(found["index"]) if found["index"] else None
+        return cls(int(found["group"]), found["key"], at)
 
     @property
     def name(self) -> str:
         """Dynamo's name for it in a method of the optimizer."""
-        index = "" if self.index is None else f"[{self.index}]"
-        return f"L['self'].param_groups[{self.group}]['{self.key}']{index}"
+        at = "" if self.at is None else f"[{self.at}]"
+        return f"L['self'].param_groups[{self.group}]['{self.key}']{at}"
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Return the value there; None if there is none."""
         found = groups[self.group].get(self.key) if self.group < len(groups) else None
-        if self.index is None:
+        if self.at is None:
             return found
-        within = isinstance(found, list | tuple) and self.index < len(found)
-        return found[self.index] if within else None
+        return found[self.at] if isinstance(found, list | tuple) and self.at < len(found) else None
 
 
 class _Traced(threading.local):

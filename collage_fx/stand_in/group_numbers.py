@@ -37,12 +37,12 @@ class GroupNumbers:
         """
         self.places, self._holds = list(places), condition.holds
         self._guarded = [GroupNumber.named(name) for name in condition.sources]
-        tuples = {(place.group, place.key) for place in places if place.index is not None}
+        tuples = {(place.group, place.key) for place in places if place.at is not None}
         self._rest = {at: self.rest(*at, GroupNumber(*at).of(groups)) for at in tuples}
 
     def rest(self, group: int, key: str, value: Any) -> Any:
         """Return what is no input of the value of a key of a group; None of a float that is one."""
-        taken = [place.index for place in self.places if place[:2] == (group, key)]
+        taken = [place.at for place in self.places if place[:2] == (group, key)]
         if type(value) is not tuple or not taken:
             return None if taken else value
         return tuple([None if i in taken else x for i, x in enumerate(value)])
@@ -95,4 +95,4 @@ def numbers_taken(
 def _may_change(place: GroupNumber, groups: Any) -> bool:
     """Return True if a place has a float, which is replaced when it changes."""
     whole = type(groups[place.group].get(place.key)) is tuple
-    return type(place.of(groups)) is float and (place.index is None or whole)
+    return type(place.of(groups)) is float and (place.at is None or whole)
