@@ -43,7 +43,12 @@ from collage_fx.optimizer.parameter_names import naming
 from collage_fx.optimizer.storage_patterns import Patterns
 from collage_fx.passes.dedup.denominator import one_denominator
 from collage_fx.passes.dedup.repeated_tensors import divide_repeated
-from collage_fx.passes.dedup.replaced_states import Replaced, written_in_place
+from collage_fx.passes.dedup.replaced_states import (
+    Replaced,
+    replaces_memory,
+    sets_data,
+    written_in_place,
+)
 from collage_fx.passes.frontend.read_numbers import CannotRead, read_numbers, reads_numbers
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.passes.ir.verdict import VerdictKind
@@ -273,6 +278,7 @@ class _Step:
         is_step = session.stand_ins is None and session.is_whole(gm)
         self.replaced: Replaced = {}
         """The states that are overwritten in a copy; see `stored_in_place`."""
+        sets_data(gm)
         moved: list[int | str] = []
         if steps is not None:
             steps.sources[self] = gm
@@ -323,6 +329,8 @@ class _Step:
         For the arguments of a call it is so when Dynamo has done with the graph.
         """
         steps = self.session.steps()
+        if steps is not None and replaces_memory(gm):
+            return _left_out(gm)
         try:
             with steps.recorder.paused() if steps is not None else nullcontext():
                 joins = steps is not None and self.session.config.on_unsupported == "join"

@@ -56,6 +56,11 @@ _OTHER_NAME = (
 )
 
 
+_GETTER = next((n for n in ("var_getattr", "tp_getattro_impl") if n in vars(_TENSOR)), "")
+"""Name of the method that traces an attribute of a tensor: the second is that of torch 2.14."""
+_getter: Any = getattr(_TENSOR, _GETTER, None)
+
+
 class Traces:
     """The backend of the string, and the warnings that were given."""
 
@@ -89,6 +94,8 @@ def watch_traces() -> None:
     _GUARDS.DTENSOR_SPEC_MATCH = _guard_whole
     _WRAPPED.call_function = _call_wrapped
     _DEQUE.__init__ = _make_deque
+    if _GETTER:
+        setattr(_TENSOR, _GETTER, _get_attr)
 
 
 def _traced_for() -> Any:
@@ -120,6 +127,18 @@ def _has_attr(item: Any, tx: Any, name: str) -> Any:
     found = _has(item, tx, name)
     if not found.value and _is_result_in_place(item):
         _refuse(_OTHER_NAME.format(name))
+    return found
+
+
+def _get_attr(item: Any, tx: Any, name: str) -> Any:
+    """Return the variable of a tensor's attribute; `p.data` is a value of the graph.
+
+    Dynamo would read it again when the graph has ended, and the parameter may have other memory
+    then. See docs/stock-defects.md.
+    """
+    found = _getter(item, tx, name)
+    if name == "data" and _traced_for() is not None:
+        found.source = None
     return found
 
 

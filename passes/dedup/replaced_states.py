@@ -6,7 +6,7 @@ a high word and no more. Given a copy of the old tensor, the graph may as well o
 """
 
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -180,6 +180,25 @@ def _module_of(gm: GraphModule, graph: Graph, env: dict[Node, Node]) -> GraphMod
     return module_of(gm, graph)
 
 
+def sets_data(gm: GraphModule) -> None:
+    """Have a Dynamo graph do `p.data = x` by `set_`, and not by the operator of torch 2.14.
+
+    Before::
+
+        torch.ops.aten.shallow_copy_data_(p, x)
+
+    After::
+
+        torch.Tensor.set_(p, x)
+    """
+    operator_ = getattr(torch.ops.aten, "shallow_copy_data_", None)
+    nodes = [n for n in gm.graph.nodes if operator_ is not None and n.target is operator_]
+    for node in nodes:
+        node.target = Tensor.set_
+    if nodes:
+        gm.recompile()
+
+
 def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[int | str]]:
     """Return a graph that writes the inputs whose memory it replaces, and where these are.
 
@@ -203,7 +222,7 @@ def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[int | str]]:
     Returns:
         the graph, and the position among its arguments, or the name as an attribute, of each.
     """
-    sets = [n for n in gm.graph.nodes if n.target is Tensor.set_]
+    sets = _sets(gm)
     if not sets or not _can_be_written(gm.graph, sets):
         return gm, []
     graph, env = Graph(), dict[Node, Node]()
@@ -223,27 +242,45 @@ def written_in_place(gm: GraphModule) -> tuple[GraphModule, list[int | str]]:
     return _module_of(gm, graph, env), [place.get(n, str(n.target)) for n in moved]
 
 
+def replaces_memory(gm: GraphModule) -> bool:
+    """Return True if a graph gives an input other memory: AOTAutograd mistakes who has the old."""
+    return bool(_sets(gm))
+
+
+def _sets(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.target is Tensor.set_]
+
+
 def _can_be_written(graph: Graph, sets: list[Node]) -> bool:
-    """Return True if writes of inputs' memory are all that replacing it comes to."""
+    """Return True if writes of inputs' memory are all that replacing it comes to.
+
+    Fake tensors do not tell: some versions of torch have in them what the end of the graph has.
+    """
     at = {n: i for i, n in enumerate(graph.nodes)}
-    holders: dict[int, list[Node]] = defaultdict(list)
-    """Memory -> the nodes that are in it."""
-    for node in at:
-        for t in _tensors(node):
-            holders[memory_of(t)].append(node)
+    memory: dict[Node, set[Node]] = {}
+    """Node -> the nodes that have made the memory that it may have; of an input, that of now."""
 
     def alone(set_: Node) -> bool:
         """Return True if nothing else has the old memory, or the new one, from then on."""
         args: Any = set_.args
         to, value = args
-        before = [n for n in to.users if at[n] < at[set_] and _may_be_view(n)]
-        memory = {memory_of(t) for n in (value, *before) for t in _tensors(n)}
-        same = [n for m in memory for n in holders[m] if n is not to and at[n] < at[set_]]
+        either = memory[to] | memory[value]
+        same = [n for n, made in memory.items() if n is not to and made & either]
         return not any(n.op in ("placeholder", "get_attr") for n in same) and all(
             at[user] <= at[set_] for n in same for user in n.users
         )
 
-    return all(_fits(set_) and alone(set_) for set_ in sets)
+    for node in graph.nodes:
+        memory[node] = {node}
+        if node in sets:
+            if not (_fits(node) and alone(node)):
+                return False
+            to, value = node.args
+            memory[node] = memory[to] = memory[value]
+        elif node.op not in ("placeholder", "get_attr", "output") and _may_be_view(node):
+            operands = node.all_input_nodes[: 1 if overwrites(node) else None]
+            memory[node] = {node}.union(*(memory[n] for n in operands))
+    return True
 
 
 def _fits(set_: Node) -> bool:
@@ -254,10 +291,8 @@ def _fits(set_: Node) -> bool:
     if not whole or to.op not in ("placeholder", "get_attr"):
         return False
     state, new = _tensors(to), _tensors(value)
-    fits = state and new and _is_dense(new[0]) and state[0].dtype in LOW_PRECISION
-    return bool(
-        fits and state[0].dtype is new[0].dtype and not any(user.users for user in set_.users)
-    )
+    fits = state and new and _is_dense(new[0]) and state[0].dtype is new[0].dtype
+    return bool(fits) and not any(user.users for user in set_.users)
 
 
 def _may_be_view(node: Node) -> bool:

@@ -1,6 +1,6 @@
 """Steps that are done again as the last was, beside the same steps done as any other.
 
-For stand_in.repeated_step and binding.launches.
+For stand_in.repeated_step, stand_in.group_numbers and binding.launches.
 """
 
 import functools

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx.passes.dedup.replaced_states import written_in_place
+from collage_fx.passes.dedup.replaced_states import sets_data, written_in_place
 
 RATE = 2e-5
 
@@ -131,6 +131,7 @@ def graph_of(step: Callable[..., Any]) -> GraphModule:
 
     p, q, g = [torch.ones(4, 3, dtype=torch.bfloat16) for _ in range(3)]
     torch.compile(step, backend=backend, fullgraph=True)(p, q, g)
+    sets_data(found[0])
     return found[0]
 
 
