@@ -41,6 +41,9 @@ class Term:
     """The size of the largest that is computed of high words."""
     of: frozenset[Node] = frozenset()
     """The states whose high words those are."""
+    inverse: bool = False
+    """True if it is one over weights, or a norm of them: what that is next to a number that is
+    divided by it nobody knows. Weights that are held at a norm are near to it."""
 
     def plus(self, other: "Term", *, signed: bool) -> "Term":
         """Return the sum. Terms of unknown sign do not cancel."""
@@ -50,7 +53,13 @@ class Term:
     def times(self, other: "Term") -> "Term":
         """Return the product, of which the error is that of the factor that is known worst."""
         high = max(self.high * abs(other.size), other.high * abs(self.size))
-        return Term(self.size * other.size, high, self.of | other.of)
+        made = Term(self.size * other.size, high, self.of | other.of)
+        divided = (self.inverse and not other.of) or (other.inverse and not self.of)
+        return made.grown() if divided and 0 < abs(made.size) < 1 else made
+
+    def grown(self) -> "Term":
+        """Return it as if it were of size one."""
+        return Term(math.copysign(1.0, self.size), self.high / abs(self.size), self.of)
 
 
 Terms: TypeAlias = dict[int, Term]
@@ -89,7 +98,7 @@ def _inverse(a: Terms) -> Terms:
     kind = OWN if OWN in a else max(a, key=lambda k: abs(a[k].size), default=NUMBER)
     known = whole.high / abs(whole.size) if whole.size else whole.high
     size = 1 / whole.size if whole.size and kind != OTHER else 1.0
-    return {kind: Term(size, known * abs(size), whole.of)}
+    return {kind: Term(size, known * abs(size), whole.of, kind == NUMBER and known >= MUCH)}
 
 
 def _exponential(a: Terms) -> Terms:

@@ -195,8 +195,9 @@ class _Joiner:
                 elif node.op == "call_function" and node.target is not aten.copy_.default:
                     self.env[node] = self._operation(node)
             for node, new in mutations(self.source).items():
-                memory, words = [given[node], *lows.get(node, ())], self._stored(node, new)
-                for to, word in zip(memory, words, strict=True):
+                # The residual of a gradient that is zeroed is cleared by the caller.
+                own = lows[node] if node in self.held else ()
+                for to, word in zip([given[node], *own], self._stored(node, new), strict=True):
                     self._call(aten.copy_.default, to, word)
             self._results(given)
         self.graph.lint()

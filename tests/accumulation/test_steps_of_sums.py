@@ -125,6 +125,7 @@ def test_storages_of_sums(storage: str) -> None:
         {"clip_grad_norm": 0.05},
         {"clip_grad_norm": 0.05, "zero_grads": True},
         {"arithmetic": "eft", "storage": "mcf2"},
+        {"zero_grads": True, "storage": "mcf2"},
         {"record": False},
         {"record": True},
     ],

@@ -21,6 +21,7 @@ from scaled_states import (
     by_numbers,
     centered,
     exchanged,
+    held,
     orthogonalized,
     turned,
 )
@@ -256,8 +257,8 @@ def test_what_scales_an_update_stays_in_slices(update: Update) -> None:
     assert lost(update) == []
 
 
-@pytest.mark.parametrize("update", [SCALED["sum"], centered, orthogonalized, exchanged])
-@pytest.mark.quick("towards_its_sum", "orthogonalized")
+@pytest.mark.parametrize("update", [SCALED["sum"], centered, orthogonalized, exchanged, held])
+@pytest.mark.quick("towards_its_sum", "orthogonalized", "held")
 def test_what_scales_a_state_does_not(update: Update) -> None:
     scales = "param_groups[0].params[0] scales a new value with its high word only"
     assert lost(update)[0] == scales

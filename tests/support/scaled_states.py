@@ -38,6 +38,12 @@ def orthogonalized(p: Tensor, g: Tensor, state: Any) -> None:
     p.copy_(1.5 * p - 0.5 * (p @ p.T @ p))
 
 
+def held(p: Tensor, g: Tensor, state: Any) -> None:
+    """Hold rows at a small RMS: what that divides is about one, and no rate."""
+    p.sub_(g, alpha=0.1 * LR)
+    p.mul_(0.08 / p.square().mean(-1, keepdim=True).sqrt())
+
+
 def of_a_magnitude(p: Tensor, g: Tensor, state: Any) -> None:
     """Weight normalization within the step, as in DoRA."""
     if not state:
