@@ -106,6 +106,19 @@ def test_a_suite_that_cannot_be_run_is_no_suite_without_tests(tmp_path: Path) ->
         suites.run(tmp_path / "test_broken.py", tmp_path, [], [])
 
 
+def test_what_fails_as_it_is_is_mended_once(tmp_path: Path) -> None:
+    """The control is a source in which the text is not: it is not passed over in silence."""
+    file = tmp_path / "one.py"
+    file.write_text("load(a) or load(a)")
+    suite = suites.Suite("tests", mended=(("one.py", "load(a)", "load(copy(a))"),))
+    for _ in range(2):
+        suites.prepare(suite, tmp_path)
+        assert file.read_text() == "load(copy(a)) or load(copy(a))"
+    file.write_text("other")
+    with pytest.raises(ValueError, match=r"one.py has no load\(a\)"):
+        suites.prepare(suite, tmp_path)
+
+
 def test_sources_are_pinned() -> None:
     lines = suites.PINNED.read_text().splitlines()
     pinned = [line.partition("==")[0] for line in lines if not line.startswith("#")]
