@@ -184,9 +184,14 @@ def _ids(state_dict: dict[str, Any]) -> list[Any]:
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Take our entries out of a state dict that is to be loaded.
 
+    Not if hooks follow, which may give states to other parameters, by names say: PyTorch loads our
+    entries with the states then, where `_load` finds them.
+
     Raises CheckpointError before anything is loaded if the residuals do not fit.
     """
     _LOADING.pop(optimizer, None)
+    if [*optimizer._optimizer_load_state_dict_pre_hooks.values()][-1] is not _before_load:
+        return None
     ids, params = _ids(state_dict), params_of(optimizer)
     position = {name: index for index, name in enumerate(ids)}
     states = {position[k]: v for k, v in state_dict["state"].items() if k in position}
@@ -232,7 +237,9 @@ def _loaded(optimizer: Optimizer, _: Any) -> None:
 
 def _load(optimizer: Optimizer) -> None:
     """Give tensors the residuals that load_state_dict() came with; warn once if with none."""
-    loaded = _LOADING.pop(optimizer, None) or Loaded(lost=True)
+    if optimizer not in _LOADING:
+        return _adopt(optimizer, otherwise=Loaded(lost=True))
+    loaded = _LOADING.pop(optimizer)
     _put_back(optimizer, loaded)
     if loads_itself(optimizer):
         _LOADING[optimizer] = loaded
