@@ -201,8 +201,8 @@ class Service:
             "unseen-write",
             f"{self.subject} wrote {listed(names)} in a way that neither a compiled "
             "graph nor PyTorch's dispatcher saw, so without compensation: with a kernel of its "
-            "own; update it in place by PyTorch's operations. The steps are recorded whole from "
-            "now on",
+            "own, or in another thread; update it in place by PyTorch's operations, in the thread "
+            "that takes the step. The steps are recorded whole from now on",
         )
 
     def warn_chained(self, name: str) -> None:
