@@ -127,8 +127,8 @@ def signature(
     for g, group in enumerate(optimizer.param_groups):
         read = _read(group)
         for (key, value), constant in zip(read, constants([v for _, v in read]), strict=True):
-            if numbers.takes(g, key):
-                groups.append((g, key, _exactly(numbers.rest(g, key, value))))
+            if (g, key) in numbers.taken:
+                groups.append((g, key, _exactly(numbers.rest((g, key), value))))
             elif constant:
                 groups.append((g, key, _exactly(value)))
             else:

@@ -37,19 +37,18 @@ class GroupNumbers:
         """
         self.places, self._holds = list(places), condition.holds
         self._guarded = [GroupNumber.named(name) for name in condition.sources]
-        tuples = {(place.group, place.key) for place in places if place.at is not None}
-        self._rest = {at: self.rest(*at, GroupNumber(*at).of(groups)) for at in tuples}
+        self.taken: dict[tuple[int, str], set[int | None]] = {}
+        """The group and the key of each number -> its position, or several, if that has a tuple."""
+        for group, key, at in places:
+            self.taken.setdefault((group, key), set()).add(at)
+        tuples = [at for at, taken in self.taken.items() if None not in taken]
+        self._rest = {at: self.rest(at, GroupNumber(*at).of(groups)) for at in tuples}
 
-    def rest(self, group: int, key: str, value: Any) -> Any:
-        """Return what is no input of the value of a key of a group; None of a float that is one."""
-        taken = [place.at for place in self.places if place[:2] == (group, key)]
-        if type(value) is not tuple or not taken:
-            return None if taken else value
-        return tuple([None if i in taken else x for i, x in enumerate(value)])
-
-    def takes(self, group: int, key: str) -> bool:
-        """Return True if the value of a key of a group is one of the numbers, or has one in it."""
-        return any(place[:2] == (group, key) for place in self.places)
+    def rest(self, at: tuple[int, str], value: Any) -> Any:
+        """Return what is no input of a value that is one, or has one in it; None of a float."""
+        if type(value) is not tuple:
+            return None
+        return tuple([None if i in self.taken[at] else x for i, x in enumerate(value)])
 
     def read(self, groups: Any) -> list[float] | None:
         """Return the numbers of now; None if the graph is not for them, or for what is beside them
@@ -58,7 +57,7 @@ class GroupNumbers:
         if not all([type(x) is float and math.isfinite(x) for x in found]):
             return None
         for at, rest in self._rest.items():
-            if repr(self.rest(*at, GroupNumber(*at).of(groups))) != repr(rest):
+            if repr(self.rest(at, GroupNumber(*at).of(groups))) != repr(rest):
                 return None
         guarded = [None if place is None else place.of(groups) for place in self._guarded]
         return found if self._holds(*guarded) else None

@@ -246,7 +246,7 @@ def contents_of(
     attributes = {k: v if constant else ANYTHING for (k, v), constant in fixed}
     attributes |= {"param_groups": groups, "state": state}
     known = [
-        {k: _another(v) if numbers.takes(g, k) else v for k, v in group.items()}
+        {k: _another(v) if (g, k) in numbers.taken else v for k, v in group.items()}
         for g, group in enumerate(groups)
     ]
     containers: list[tuple[Any, Iterable[Any]]] = [
