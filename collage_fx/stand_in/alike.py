@@ -120,7 +120,7 @@ def signature(
     attributes = [(k, v) for k, v in vars(optimizer).items() if k not in _ASIDE]
     if code is None or any([isinstance(v, Tensor) for _, v in attributes]):
         return None  # GradScaler's tensors, such as the scale of gradients
-    if numbers.read(optimizer.param_groups) is None:
+    if numbers.taken and numbers.read(optimizer.param_groups) is None:
         return None
     groups: list[Hashable] = []
     kinds: list[Hashable] = []

@@ -53,6 +53,8 @@ class GroupNumbers:
     def read(self, groups: Any) -> list[float] | None:
         """Return the numbers of now; None if the graph is not for them, or for what is beside them
         in a tuple."""
+        if not (self.places or self._guarded):
+            return []
         found = [place.of(groups) for place in self.places]
         if not all([type(x) is float and math.isfinite(x) for x in found]):
             return None

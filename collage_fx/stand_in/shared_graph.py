@@ -219,7 +219,7 @@ class SharedGraph:
         bits = STORE.bits_for(current, [c for _, c in self.carried[:count]]) if changed else ()
         gathered = Gathered(current, [], read, bits)
         current_residuals([gathered])
-        floats = self.floats(optimizer)
+        floats = list(map(number_tensor, self.numbers.read(optimizer.param_groups) or ()))
         of_all = session.shared_numbers()
         full = [*rows, of_all]  # the last, as `_SHARED` says
         high = [floats[x] if isinstance(x, int) else full[x.param][x.at] for x in self.inputs]
@@ -231,12 +231,6 @@ class SharedGraph:
         logs.LOG.info("%s: done by what was compiled before", session.subject)
         gradients = ReadGradients(read, contents.given[: len(params)])
         return RepeatedStep(runs, self.numbers, [r for _, r in current], gradients, steps)
-
-    def floats(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the floats of an optimizer's groups that the graph takes, which hold."""
-        found = self.numbers.read(optimizer.param_groups)
-        assert found is not None
-        return list(map(number_tensor, found))
 
     def _current(self, rows: Sequence[Sequence[Any]]) -> list[tuple[Tensor, Residual]] | None:
         """Return the states that have residuals, with these, if they are those that it is to have.
@@ -330,7 +324,8 @@ class SharedStandIns(StandIns):
         steps, code = self.session.steps(), self.code
         assert isinstance(steps, Steps) and code is not None
         self.session.calls += 1
-        numbers = tuple(self.graph.floats(self.few.optimizer))
+        found = self.graph.numbers.read(self.few.optimizer.param_groups)
+        numbers = tuple(map(number_tensor, found or ()))
         steps.recorder.flush_outside()
         tensors = (*self.params, *self.tensors, *(p.grad for p in self.params), *numbers)
         lies_as_before = code.lies_as_before(numbers, sized=True)
