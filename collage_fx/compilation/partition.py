@@ -152,7 +152,10 @@ def _makes_number(node: Node) -> bool:
         return node.op == "call_function"
     if node.target in _FILLED:
         return True
-    return elementwise(node) and value_of(node).dtype not in LOW_PRECISION
+    schema = getattr(node.target, "_schema", None)
+    # What is returned may become a state, which is written: it has to be new in each call.
+    new = schema is not None and all(r.alias_info is None for r in schema.returns)
+    return new and elementwise(node) and value_of(node).dtype not in LOW_PRECISION
 
 
 def _is_number(node: Node) -> bool:
@@ -166,8 +169,9 @@ def _eager(gm: GraphModule) -> GraphModule:
     """Return a graph of numbers as eager PyTorch does it soonest: its constants are made once."""
     graph, made = Graph(), dict[str, Tensor]()
     env: dict[Node, Node] = {}
+    output = gm.graph.output_node()
     for node in gm.graph.nodes:
-        if node.op == "call_function" and not node.all_input_nodes:
+        if node.target in _FILLED and not node.all_input_nodes and output not in node.users:
             with torch.inference_mode(False), _disable_current_modes():
                 made[node.name] = node.target(*node.args, **node.kwargs)
             env[node] = graph.get_attr(node.name)

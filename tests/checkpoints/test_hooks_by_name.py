@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from interpreter import without_compiler
+from recorded_steps import Each
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -62,3 +63,22 @@ def test_a_hook_may_come_before_or_after_ours(same: bool, first: bool) -> None:
     for name, p in params.items():
         assert torch.equal(collage_fx.value(p), collage_fx.value(others[name]))
         assert not torch.equal(collage_fx.value(p), p), "the control: there are low words"
+
+
+def in_fp32(p: Tensor, g: Tensor, state: Any) -> None:
+    state.setdefault("m", torch.zeros_like(p, dtype=torch.float32)).mul_(0.9).add_(g, alpha=0.1)
+    p.sub_(state["m"], alpha=1e-4)
+
+
+def test_a_hook_that_does_nothing_changes_nothing() -> None:
+    """States in fp32 beside bf16 parameters stay so, which PyTorch casts when it loads them."""
+    params = {"weight": torch.nn.Parameter(torch.ones(4, 3).bfloat16())}
+    with without_compiler():
+        optimizer = collage_fx.compile_(Each([params["weight"]], in_fp32))
+        train(optimizer, params, range(3))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+        optimizer.load_state_dict(saved)
+    found = optimizer.state[params["weight"]]["m"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, saved["state"][0]["m"])

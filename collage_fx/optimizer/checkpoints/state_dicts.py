@@ -184,18 +184,14 @@ def _ids(state_dict: dict[str, Any]) -> list[Any]:
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Take our entries out of a state dict that is to be loaded.
 
-    Not if hooks follow, which may give states to other parameters, by names say: PyTorch loads our
-    entries with the states then, where `_load` finds them.
-
     Raises CheckpointError before anything is loaded if the residuals do not fit.
     """
     _LOADING.pop(optimizer, None)
-    if [*optimizer._optimizer_load_state_dict_pre_hooks.values()][-1] is not _before_load:
-        return None
-    ids, params = _ids(state_dict), params_of(optimizer)
+    final = _as_hooks_make_it(optimizer, state_dict)
+    ids, params = _ids(final), params_of(optimizer)
     position = {name: index for index, name in enumerate(ids)}
-    states = {position[k]: v for k, v in state_dict["state"].items() if k in position}
-    loaded = read_residuals(states, state_dict["param_groups"], params, cast=False)
+    states = {position[k]: v for k, v in final["state"].items() if k in position}
+    loaded = read_residuals(states, final["param_groups"], params, cast=False)
     ours = loaded is not None
     _LOADING[optimizer] = loaded = loaded or Loaded(lost=True, states=states)
     note_casts(loaded, params)
@@ -226,6 +222,21 @@ def _saved(optimizer: Optimizer, state_dict: Any) -> None:
         )
 
 
+def _as_hooks_make_it(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what the hooks that follow ours make of a state dict: of a copy, before they do.
+
+    One may give states to other parameters, by their names say.
+    """
+    hooks = [*optimizer._optimizer_load_state_dict_pre_hooks.values()]
+    for hook in hooks[hooks.index(_before_load) + 1 :]:
+        states = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        copied = {**state_dict, "state": states, "param_groups": groups}
+        made = hook(optimizer, copied)
+        state_dict = copied if made is None else made
+    return state_dict
+
+
 def _loaded(optimizer: Optimizer, _: Any) -> None:
     """Give residuals to what a class has made of the states in its own load_state_dict()."""
     _drop_entries(optimizer)
@@ -237,9 +248,7 @@ def _loaded(optimizer: Optimizer, _: Any) -> None:
 
 def _load(optimizer: Optimizer) -> None:
     """Give tensors the residuals that load_state_dict() came with; warn once if with none."""
-    if optimizer not in _LOADING:
-        return _adopt(optimizer, otherwise=Loaded(lost=True))
-    loaded = _LOADING.pop(optimizer)
+    loaded = _LOADING.pop(optimizer, None) or Loaded(lost=True)
     _put_back(optimizer, loaded)
     if loads_itself(optimizer):
         _LOADING[optimizer] = loaded
