@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.passes.codegen.multi_tensor_kernel import MULTI_TENSOR_KERNELS, run_multi_tensor
 from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.graph_memory import base_of
-from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, is_tensor, value_of
+from collage_fx.passes.ir.program import CONVERT, LOW_PRECISION, is_scalar, is_tensor, value_of
 from collage_fx.runtime.kernels.argument_table import check_sizes
 from collage_fx.runtime.ops import collage
 from collage_fx.runtime.residuals.memory import empty_as
@@ -160,9 +160,9 @@ def _makes_number(node: Node) -> bool:
 
 def _is_number(node: Node) -> bool:
     """Return True if the value of a node is a 0-d tensor on the CPU, or a number of Python."""
-    value = node.meta["val"]
-    number = isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
-    return number or isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    if is_scalar(node):
+        return value_of(node).device.type == "cpu"
+    return isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _eager(gm: GraphModule) -> GraphModule:

@@ -32,11 +32,12 @@ class GroupNumbers:
 
         Args:
             places: of the numbers.
-            condition: of them and others.
+            condition: of them and other numbers of groups.
             groups: the parameter groups of the optimizer.
         """
-        self.places, self._holds = list(places), condition.holds
-        self._guarded = [GroupNumber.named(name) for name in condition.sources]
+        self.places, self.condition = list(places), condition
+        named = map(GroupNumber.named, condition.sources)
+        self._guarded = [place for place in named if place is not None]
         self.taken: dict[tuple[int, str], set[int | None]] = {}
         """The group and the key of each number -> its position, or several, if that has a tuple."""
         for group, key, at in places:
@@ -61,8 +62,8 @@ class GroupNumbers:
         for at, rest in self._rest.items():
             if repr(self.rest(at, GroupNumber(*at).of(groups))) != repr(rest):
                 return None
-        guarded = [None if place is None else place.of(groups) for place in self._guarded]
-        return found if self._holds(*guarded) else None
+        guarded = [place.of(groups) for place in self._guarded]
+        return found if self.condition.holds(*guarded) else None
 
 
 def numbers_taken(
@@ -71,26 +72,28 @@ def numbers_taken(
     condition: Condition | None,
     args: tuple[Any, ...],
     taken: Iterable[Any],
-) -> dict[int, GroupNumber]:
-    """Return, by the ids of the tensors that Dynamo made of them, the places of floats.
+) -> tuple[list[int], GroupNumbers]:
+    """Return the numbers that a graph takes, behind the ids of the tensors that Dynamo made them.
 
     Args:
         optimizer: whose groups have them.
         sources: Dynamo's names for the arguments of the graph.
-        condition: on the numbers; None if the graph may hold for those of one call only.
+        condition: on the numbers; None if the graph may hold for those of one call only. It takes
+            none of them then, nor if the condition is on what is in no group.
         args: the arguments.
         taken: those, and whatever else, of which they are asked for.
     """
     groups = optimizer.param_groups
     if condition is None or not all(map(GroupNumber.named, condition.sources)):
-        return {}
-    found = {id(t): GroupNumber.named(name) for t, name in zip(args, sources, strict=False)}
+        return [], GroupNumbers([], ALWAYS, groups)
+    named = {id(t): GroupNumber.named(name) for t, name in zip(args, sources, strict=False)}
     wanted = {*map(id, taken)}
-    return {
+    found = {
         number: place
-        for number, place in found.items()
+        for number, place in named.items()
         if number in wanted and place is not None and _may_change(place, groups)
     }
+    return list(found), GroupNumbers([*found.values()], condition, groups)
 
 
 def _may_change(place: GroupNumber, groups: Any) -> bool:

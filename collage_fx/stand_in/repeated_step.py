@@ -37,7 +37,7 @@ from collage_fx.runtime.residuals.residual import Residual, keep_versions, memor
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import constants
-from collage_fx.stand_in.group_numbers import ALWAYS, GroupNumbers, numbers_taken
+from collage_fx.stand_in.group_numbers import GroupNumbers, numbers_taken
 from collage_fx.stand_in.stand_ins import StandIns
 
 
@@ -88,18 +88,17 @@ class RepeatedStep:
         if not all([r.of_gradient for _, r in read]):
             raise Unrepeatable("it reads states that others write")
         taken = args if code.parts else noted.calls[0].inputs
-        condition, groups = stand_ins.condition(), optimizer.param_groups
-        found = numbers_taken(optimizer, stand_ins.sources, condition, args, taken)
-        numbers = GroupNumbers([*found.values()], condition or ALWAYS, groups)
+        sources, condition = stand_ins.sources, stand_ins.condition()
+        ids, numbers = numbers_taken(optimizer, sources, condition, args, taken)
         of_all = steps.session.shared_numbers()
         states = list(current.values())
         contents = contents_of(optimizer, stand_ins.params, states, numbers, of_all, read)
         runs: _ByCalls | ByKernels
         if code.parts:
-            runs = _ByCalls(code, args, known, contents, list(found), read)
+            runs = _ByCalls(code, args, known, contents, ids, read)
         else:
             seeds = code.new_seeds()
-            runs = ByKernels(code.direct, seeds, noted.calls[0], contents, list(found))
+            runs = ByKernels(code.direct, seeds, noted.calls[0], contents, ids)
         written = [residual for _, residual in current.values()]
         gradients = ReadGradients(read, contents.given[: len(contents.params)])
         return cls(runs, numbers, written, gradients, steps)

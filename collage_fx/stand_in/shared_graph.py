@@ -39,7 +39,7 @@ from collage_fx.runtime.residuals.residual import Residual, clear_stale, fit
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.segments.segment_graph import number_tensor
 from collage_fx.stand_in.alike import residuals_of, shares, signature, starts_of
-from collage_fx.stand_in.group_numbers import ALWAYS, GroupNumbers, numbers_taken
+from collage_fx.stand_in.group_numbers import numbers_taken
 from collage_fx.stand_in.members import GRAD, Member, Members, members_of
 from collage_fx.stand_in.repeated_step import (
     ByKernels,
@@ -91,10 +91,9 @@ class SharedGraph:
         code = stand_ins.code
         assert code is not None
         condition, sources = stand_ins.condition(), stand_ins.sources
-        taken = numbers_taken(optimizer, sources, condition, observed.args, observed.inputs)
-        self.condition = condition or ALWAYS
-        groups = optimizer.param_groups
-        self.numbers = GroupNumbers([*taken.values()], self.condition, groups)
+        taken, self.numbers = numbers_taken(
+            optimizer, sources, condition, observed.args, observed.inputs
+        )
         members = members_of(optimizer)
         self.signature = signature(optimizer, session, self.numbers, members)
         self.residuals = {residuals, residuals_of(members)}
@@ -307,7 +306,7 @@ class SharedStandIns(StandIns):
         self.session = session
         self.code = graph.bind(optimizer, session, self.params)
         self.sources = [place.name for place in graph.numbers.places]
-        self.condition = lambda: graph.condition
+        self.condition = lambda: graph.numbers.condition
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return True if all is as it was, and as it was for the optimizer that was traced."""

@@ -30,7 +30,7 @@ class Halved(Optimizer):
         p.sub_(p.grad * state["d"], alpha=0.01)
 
 
-def found(monkeypatch: Any, compiled: Any) -> list[float]:
+def found(compiled: Any) -> list[float]:
     torch.compiler.reset()
     p = Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer = Halved(p)
@@ -53,5 +53,5 @@ def test_a_state_that_a_graph_makes_is_new_each_time(monkeypatch: Any) -> None:
         return eager(gm)
 
     monkeypatch.setattr(partition, "_eager", noted)
-    assert found(monkeypatch, collage_fx.compile_) == found(monkeypatch, lambda _: None)
+    assert found(collage_fx.compile_) == found(lambda _: None)
     assert of_numbers, "the control: eager PyTorch makes it"
