@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from collage_fx.passes.codegen.inductor_lowering import register_lowerings, register_region
 from collage_fx.passes.codegen.rounding_probe import check_roundings
+from collage_fx.passes.frontend.slice import elementwise
 from collage_fx.passes.ir.cache_key import source_digest
 from collage_fx.passes.ir.graph_memory import base_of
 from collage_fx.passes.ir.program import is_tensor
@@ -52,6 +53,7 @@ def compile_functional(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) ->
         check_roundings(device, "by Inductor", _run)
     keep_old_values(gm)
     make_values_of_views(gm)
+    keep_factors(gm)
     return _compiled(gm, inputs, **kwargs)
 
 
@@ -112,14 +114,46 @@ def make_values_of_views(gm: GraphModule) -> None:
     for node in nodes:
         for old in node.all_input_nodes:
             if _sees_bits(old) and old.meta["val"].is_floating_point():
-                new = old
-                with gm.graph.inserting_before(node):
-                    for _ in range(2):
-                        new = gm.graph.call_function(aten.neg.default, (new,))
-                        new.meta["val"] = old.meta["val"]
-                node.replace_input_with(old, new)
+                _make_new(gm.graph, old, node)
     if nodes:
         gm.recompile()
+
+
+def keep_factors(gm: GraphModule) -> None:
+    """Make a new value of what is no operation of each element, where it is added with a factor.
+
+    Of a matrix product and what it is added to Inductor makes `addmm`, and drops alpha, in silence.
+
+    Before::
+
+        mm = aten.mm.default(arg0_1, arg1_1)
+        add = aten.add.Tensor(arg2_1, mm, alpha=-0.001)
+
+    After::
+
+        neg = aten.neg.default(mm)
+        neg_1 = aten.neg.default(neg)
+        add = aten.add.Tensor(arg2_1, neg_1, alpha=-0.001)
+    """
+    sums = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    scaled = [n for n in sums if n.kwargs.get("alpha", 1) != 1]
+    for node in scaled:
+        for old in node.all_input_nodes:
+            base = base_of(old)
+            if base.op == "call_function" and is_tensor(old) and not elementwise(base):
+                _make_new(gm.graph, old, node)
+    if scaled:
+        gm.recompile()
+
+
+def _make_new(graph: Graph, old: Node, user: Node) -> None:
+    """Hand a node another tensor with the bits of an operand."""
+    new = old
+    with graph.inserting_before(user):
+        for _ in range(2):
+            new = graph.call_function(aten.neg.default, (new,))
+            new.meta["val"] = old.meta["val"]
+    user.replace_input_with(old, new)
 
 
 def _sees_bits(node: Node) -> bool:
