@@ -103,9 +103,10 @@ def round_alone(x: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor) -
         seed: int32, 0-d, 31 bits.
         position: int32, of the shape of x; see `stochastic.chance`.
     """
-    by_chance = moved_by_chance(x, dtype, chance(x, seed, position))
+    random = chance(x, seed, position)
     if dtype is torch.bfloat16:
-        return (torch.where(x == x, by_chance, math.nan).to(dtype),)
+        return (moved_by_chance(_of_one_nan(x), dtype, random).to(dtype),)
+    by_chance = moved_by_chance(x, dtype, random)
     inside = x.abs() < torch.finfo(dtype).max
     return (torch.where(inside, by_chance, x).to(dtype),)
 
@@ -178,8 +179,26 @@ one, 61440, is infinite."""
 
 
 def join_remainder16(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return the fp32 value of which hi and lo are the upper and the lower half; exact."""
-    return _float(_bits(hi.to(torch.float32)) + lo.to(torch.int32))
+    """Return the fp32 value of which hi and lo are the upper and the lower half; exact.
+
+    Of words that no value has (see `_known`) hi.
+    """
+    wide = hi.to(torch.float32)
+    return _known(_float(_bits(wide) + lo.to(torch.int32)), wide)
+
+
+def _of_one_nan(x: Tensor) -> Tensor:
+    """Return x with the NaN whose low half is zero, as that of an infinite number is, for any."""
+    return torch.where(x == x, x, math.nan)
+
+
+def _known(joined: Tensor, hi: Tensor) -> Tensor:
+    """Return a joined value; where it is no number, hi.
+
+    Somebody has written a zero or an infinity through `.data`, say, and the low word is that of
+    the value before: less than nothing, or more than infinity.
+    """
+    return torch.where(joined == joined, joined, hi)
 
 
 def split_remainder16(x: Tensor, dtype: torch.dtype) -> Components:
@@ -188,21 +207,25 @@ def split_remainder16(x: Tensor, dtype: torch.dtype) -> Components:
     Every fp32 value is held exactly, subnormal ones and those that bf16 rounds to infinity too. Of
     a NaN hi is a NaN. Sign and magnitude count: lo of -x is that of x.
     """
-    hi, lo = _low_bits(_bits(x), 16)
-    number = x == x  # the low half of an infinite one is zero
-    return torch.where(number, hi, math.nan).to(dtype), torch.where(number, lo, 0).to(torch.int16)
+    hi, lo = _low_bits(_bits(_of_one_nan(x)), 16)
+    return hi.to(dtype), lo.to(torch.int16)
 
 
 def join_ulp8(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return hi + lo/256 units in its last place, in the direction of its magnitude; exact."""
-    bits = _bits(hi.to(torch.float32))
+    """Return hi + lo/256 units in its last place, in the direction of its magnitude; exact.
+
+    Of words that no value has (see `_known`) hi.
+    """
+    wide = hi.to(torch.float32)
+    bits = _bits(wide)
     below = lo.to(torch.int32) << (_PLACES[hi.dtype] - 8)
     if hi.dtype is not torch.float16:
-        return _float(bits + below)
+        return _known(_float(bits + below), wide)
     sign, magnitude = bits & _SIGN, _float(bits & ~_SIGN)
     small = (magnitude < _NORMAL) | ((magnitude == _NORMAL) & (lo < 0))
     anchor = small.to(torch.float32) * _NORMAL
-    return _float(_bits(_float(_bits(magnitude + anchor) + below) - anchor) | sign)
+    joined = _float(_bits(magnitude + anchor) + below) - anchor
+    return _known(_float(_bits(joined) | sign), wide)
 
 
 def split_ulp8(x: Tensor, dtype: torch.dtype) -> Components:
@@ -245,10 +268,8 @@ def _split_ulp(x: Tensor, dtype: torch.dtype, more: int, random: Tensor | None) 
     """
     if dtype is torch.float16:
         return _split_ulp_of_fp16(x, more, random)
-    nearest, lo = _low_bits(_rounded_bits(_bits(x), 16 - more, random), 16)
-    number = x == x  # the low half of an infinite one is zero
-    hi, lo = torch.where(number, nearest, math.nan), torch.where(number, lo >> 8, 0)
-    return hi.to(dtype), lo.to(torch.int8)
+    hi, lo = _low_bits(_rounded_bits(_bits(_of_one_nan(x)), 16 - more, random), 16)
+    return hi.to(dtype), (lo >> 8).to(torch.int8)
 
 
 def _split_ulp_of_fp16(x: Tensor, more: int, random: Tensor | None) -> Components:

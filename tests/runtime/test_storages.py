@@ -205,6 +205,20 @@ def test_remainder16_holds_every_fp32_value(chunks: list[int]) -> None:
         assert torch.equal(bits(join_remainder16(hi, lo)), bits(x)), chunk
 
 
+@pytest.mark.parametrize("name", ["remainder16", "ulp8"])
+def test_what_others_have_written_is_no_nan(name: str) -> None:
+    """A zero, say by a mask through `.data`, has no number below it, nor infinity one above."""
+    storage = STORAGES[name]
+    hi = torch.tensor([0.0, -0.0, torch.inf, -torch.inf], dtype=torch.bfloat16)[:, None]
+    below = torch.arange(-128, 0, dtype=torch.int32).to(*storage.residuals[hi.dtype])
+    zeros, infinities = hi[:2], hi[2:]
+    for one, lo in ((zeros, below), (infinities, -1 - below[:-1])):
+        joined = storage.join(one, lo)
+        assert torch.equal(bits(joined), bits(one.float().expand_as(joined)))
+    whole = zeros.float().view(torch.int32) + (below.int() << 8 * (name == "ulp8"))
+    assert whole.view(torch.float32).isnan().all()  # which it would be
+
+
 def test_remainder16_does_not_hold_ties_that_go_to_even() -> None:
     """The negative control, and why its high words are not PyTorch's own roundings."""
     tie = torch.tensor([0x3F818000], dtype=torch.int32).view(torch.float32)

@@ -57,6 +57,27 @@ def test_auto_is_remainder16_for_bf16_and_mcf2_for_fp16(way: str) -> None:
         assert all(r.dtype == word for p in params for r in collage_fx.residuals(p))
 
 
+@WAYS
+@pytest.mark.parametrize("storage", ["remainder16", "ulp8"])
+@pytest.mark.quick("remainder16-eager", "ulp8-eager")
+def test_weights_that_are_pruned_through_data_stay_zero(way: str, storage: str) -> None:
+    """Nothing shows the write, so that the low words stay: beside a zero they are none."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        params = start(MEMBERS[way], dtype)
+        optimizer = torch.optim.SGD(params, lr=1e-4)
+        wrapped = dtype == torch.bfloat16
+        step = compiled(optimizer, way, storage=storage) if wrapped else optimizer.step
+        for i in range(3):
+            steps(optimizer, step, i, i + 1)
+            for p in params:
+                p.data.view(-1)[::2] = 0
+        steps(optimizer, step, 3, 4)
+        found.append([collage_fx.value(p).detach().double() for p in params])
+    for exact, ours in zip(*found, strict=True):
+        assert torch.allclose(ours, exact, rtol=2.0**-8, atol=1e-9)
+
+
 def test_ulp8_holds_fp16_in_a_graph_of_its_own_and_shared() -> None:
     for way in ("each", "shared"):
         params = start(MEMBERS[way], torch.float16)

@@ -11,8 +11,7 @@ numbers, infinite ones and NaN included (`tests/compilation/test_exact_roundings
 
 The error of a product needs its rounding below 2^-118 (bf16), so that stays too.
 
-A number without its low half, or NaN, as `split_remainder16` and `round_alone` make it, is one of
-bf16.
+A number without its low half, as `split_remainder16` and `round_alone` make it, is one of bf16.
 """
 
 import math
@@ -95,10 +94,7 @@ def _represents(dtype: torch.dtype, number: float) -> bool:
 
 def _of_high_half(rounding: Node) -> dict[Node, Node | None]:
     """Return a rounding of a number without its low half, if it is that."""
-    chosen: Any = rounding.args[0]
-    if chosen.target is not aten.where.ScalarOther or not math.isnan(chosen.args[2]):
-        return {}
-    half = chosen.args[1]
+    half: Any = rounding.args[0]
     while half.target is aten.alias.default:
         half = half.args[0]
     return {rounding: None} if _is_high_half(half) else {}
