@@ -1,10 +1,10 @@
 """High words that scale a new value: sizes of terms, through sums, norms and products."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -73,7 +73,7 @@ def _number(size: float) -> Terms:
 
 def _whole(terms: Iterable[Term]) -> Term:
     """Return the sum of terms of several kinds."""
-    return reduce(lambda x, y: x.plus(y, signed=True), terms, Term(0.0))
+    return functools.reduce(lambda x, y: x.plus(y, signed=True), terms, Term(0.0))
 
 
 def _sum(a: Terms, b: Terms) -> Terms:
@@ -149,14 +149,14 @@ def _computed(node: Node, read: Read) -> Terms:
     if name in MATRIX_SUMS:
         share, rate = (_operand(node.kwargs.get(k, 1), read) for k in ("beta", "alpha"))
         added, *factors = (_operand(a, read) for a in node.args[:3])
-        return _sum(_product(added, share), reduce(_product, factors, rate))
+        return _sum(_product(added, share), functools.reduce(_product, factors, rate))
     if target in _INVERSE or (target is aten.pow.Tensor_Scalar and _is_negative(node.args[1])):
         return _inverse(near[0])
     if target is aten.exp.default:
         return _exponential(near[0])
     arithmetic = _ARITHMETIC.get(target)
     if arithmetic is None:
-        return reduce(_product, near)
+        return functools.reduce(_product, near)
     operands = [_operand(a, read) for a in (*node.args, *node.kwargs.values())]
     return arithmetic(*operands)
 
@@ -208,11 +208,24 @@ def scaling(program: Program, states: dict[Node, Carried]) -> Iterator[Node]:
             return
 
 
-def _weighty(new: Terms) -> frozenset[Node]:
+def _weighty(new: Terms, *, grown: bool) -> frozenset[Node]:
     """Return the states whose high words have weight in a new value with these terms."""
     whole = _whole(x for k, x in new.items() if k != OTHER)
     much = whole.high >= MUCH or whole.high > 2 * abs(1 - whole.size)
-    return whole.of if whole.high and much else frozenset()
+    found = whole.of if whole.high and much else frozenset()
+    return found if grown else found | _followed(new)
+
+
+def _followed(new: Terms) -> frozenset[Node]:
+    """Return the states whose high words make what the new value of a state follows.
+
+    In w*p + (1 - w)*(A @ B) the second term is about as large as what w leaves of p, so that p
+    is near to A @ B after some steps. An update by a rate has another size.
+    """
+    left = 1 - new[OWN].size if OWN in new else 0.0
+    follows = _whole(x for k, x in new.items() if k != OWN)
+    near = 0.5 * left <= follows.size <= 2 * left
+    return follows.of if near and follows.high >= 0.25 * left > 0 else frozenset()
 
 
 def _size(now: float | None, *, grown: bool) -> float:
@@ -299,9 +312,10 @@ class _Walk:
             return frozenset()
         own = self._new_value(part, i, olds[i])
         if OWN in own:
-            return _weighty(own)
+            return _weighty(own, grown=self.grown)
         others = (self._new_value(part, i, x) for x in olds if x is not olds[i])
-        return _weighty(own).union(*map(_weighty, others))
+        weighty = functools.partial(_weighty, grown=self.grown)
+        return weighty(own).union(*map(weighty, others))
 
     def _new_value(self, part: Slice, i: int, own: Node) -> Terms:
         """Return the terms of the new value of a state, if a state of the slice is its own one."""

@@ -21,6 +21,8 @@ from scaled_states import (
     by_numbers,
     centered,
     exchanged,
+    followed_mean,
+    followed_product,
     held,
     orthogonalized,
     turned,
@@ -84,6 +86,16 @@ def test_what_scales_a_state_is_computed_of_whole_values(name: str) -> None:
 @pytest.mark.quick("*True}-row_sums", "*16'}-deviation")
 def test_so_it_is_in_a_recorded_step_and_in_wide(name: str, options: dict[str, Any]) -> None:
     assert error(SCALED[name], **options) < (0.006 if "record" in options else 3e-4)
+
+
+@pytest.mark.parametrize("update", [followed_product, followed_mean])
+@pytest.mark.quick("followed_product")
+def test_what_a_state_follows_is_of_whole_values(
+    update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert error(update) < 1e-3
+    monkeypatch.setattr(factors, "_followed", lambda new: frozenset())
+    assert error(update) > 0.1
 
 
 def test_sums_that_become_lists_are_those_of_whole_values(monkeypatch: pytest.MonkeyPatch) -> None:

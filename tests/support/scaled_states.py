@@ -111,3 +111,20 @@ def turned(p: Tensor, g: Tensor, state: Any) -> None:
     state["old"].copy_(p)
     p.copy_(p @ (state["turn"] * (1 - 1e-4 * state["k"])))
     p.add_(way, alpha=0.5)
+
+
+def followed_product(p: Tensor, g: Tensor, state: Any) -> None:
+    """The parameter follows a product of two states, as merged weights of LoRA do."""
+    if not state:
+        state["a"], state["b"] = p.clone(), torch.eye(16, dtype=p.dtype)
+    state["a"].sub_(LR * g)
+    p.lerp_(state["a"] @ state["b"], 0.5)
+
+
+def followed_mean(p: Tensor, g: Tensor, state: Any) -> None:
+    """The parameter follows the mean of two states that lie in another order."""
+    if not state:
+        state["a"], state["b"] = p.T.clone(), p.T.clone()
+    state["a"].sub_(LR * g.T)
+    state["b"].sub_(2 * LR * g.T)
+    p.lerp_((state["a"].T + state["b"].T) / 2, 0.1)
