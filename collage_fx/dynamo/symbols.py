@@ -16,9 +16,8 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.compilation.graph_inputs import sources_of
 from collage_fx.passes.codegen.inductor_compile import fake_mode_of
-from collage_fx.passes.dedup.graph_scan import overwrites
+from collage_fx.passes.dedup.graph_scan import written_by
 from collage_fx.runtime.torch_private import TracingContext, tracing
-from collage_fx.runtime.trees import tree_leaves
 from collage_fx.stand_in.group_numbers import ALWAYS, Condition
 
 
@@ -118,12 +117,11 @@ def writes_number(gm: GraphModule) -> bool:
     Dynamo takes such a tensor for a Python number when it traces again, and drops the write. See
     docs/stock-defects.md.
     """
-    written = (tree_leaves(n.args[:1]) for n in gm.graph.nodes if overwrites(n))
-    return any(map(_is_number, chain.from_iterable(written)))
+    return any(map(_is_number, chain.from_iterable(map(written_by, gm.graph.nodes))))
 
 
-def _is_number(node: Any) -> bool:
-    if not isinstance(node, Node) or node.op not in ("placeholder", "get_attr"):
+def _is_number(node: Node) -> bool:
+    if node.op not in ("placeholder", "get_attr"):
         return False
     x = node.meta.get("example_value")
     if not isinstance(x, torch.Tensor) or x.dim():

@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.gradients.multiplied import FACTOR
 from collage_fx.optimizer.ownership import source_name
-from collage_fx.passes.dedup.graph_scan import memory_of, overwrites
+from collage_fx.passes.dedup.graph_scan import memory_of, written_by
 from collage_fx.runtime.trees import tree_leaves
 
 
@@ -116,10 +116,7 @@ def _overwritten(gm: GraphModule, products: set[Node]) -> set[int]:
 
 def _memory_written(node: Node) -> set[int]:
     """Return the memory that an operation overwrites."""
-    if not node.op.startswith("call"):
-        return set()
-    given = (node.args[:1] if overwrites(node) else (), node.kwargs.get("out"))
-    return _memory_in(n for n in tree_leaves(given) if isinstance(n, Node))
+    return _memory_in(written_by(node))
 
 
 def _memory_in(nodes: Iterable[Node]) -> set[int]:

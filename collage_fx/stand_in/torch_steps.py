@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import (
     SGD,
+    Adadelta,
     Adafactor,
     Adagrad,
     Adam,
@@ -17,6 +18,8 @@ from torch.optim import (
     NAdam,
     Optimizer,
     RAdam,
+    RMSprop,
+    Rprop,
 )
 
 from collage_fx.classes import class_of
@@ -25,7 +28,7 @@ from collage_fx.hooks.step_substitution import layers, with_own_code
 from collage_fx.optimizer.discovery import init_states
 from collage_fx.optimizer.ownership import owned_tensors
 
-ALIKE = frozenset({Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, SGD})
+ALIKE = frozenset({Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD})
 """Classes, not those that users derive, whose step treats each parameter of a group by itself."""
 
 SHAPED = frozenset({Adafactor, Muon})

@@ -53,11 +53,14 @@ def scalars_of(
         stored: new value -> the placeholders that it is stored in.
         others: the nodes of all slices, of which no part can be made.
         alone: for a member that stands for others which are not in the graph, the inputs that only
-            it takes. What it computes from none of them is that of all.
+            it takes. What it computes from none of them is that of all. A count among them that
+            nothing reads is updated with it.
     """
-    cones = [_cone(member, others) for member in rewritten.members]
+    inputs = list(map(alone, rewritten.members))
+    counts = [[v for v, at in stored.items() if states.keys() & (i or ()) & {*at}] for i in inputs]
+    pairs = zip(rewritten.members, counts, strict=True)
+    cones = [_cone([*member.inputs, *own], others) for member, own in pairs]
     seen = Counter(node for cone in cones for node in cone)
-    inputs = map(alone, rewritten.members)
     cones = [c if i is None else depending(c, i) for c, i in zip(cones, inputs, strict=True)]
     device = next(value_of(n).device for n in rewritten.members[0].inputs if value_of(n).dim())
     # What comes of numbers of the host alone, such as a learning rate that changes, is made there.
@@ -76,8 +79,9 @@ def scalars_of(
     return Scalars(parts, feeds[0], lowered) if lowered is not None else None
 
 
-def _cone(member: Slice, others: set[Node]) -> list[Node]:
-    """Return the nodes that compute a member's 0-d inputs from 0-d tensors alone, in order."""
+def _cone(values: list[Node], others: set[Node]) -> list[Node]:
+    """Return the nodes that compute those of some values that are 0-d from 0-d tensors alone, in
+    order."""
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
@@ -88,7 +92,7 @@ def _cone(member: Slice, others: set[Node]) -> list[Node]:
                 visit(a)
             found[node] = None
 
-    for node in filter(_is_scalar, member.inputs):
+    for node in filter(_is_scalar, values):
         visit(node)
     return list(found)
 

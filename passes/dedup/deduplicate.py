@@ -177,7 +177,7 @@ def represented(
         return Unlike("it has an operation that is not known")
     if scan.results:
         return Unlike("it returns values")
-    parts = scan.parts()
+    parts = _with_counters(scan.parts(), stands)
     outside = {x for a in scan.atoms for x in a.operands if x.part is not a.part}
     if any(stands(x.node) is not None for x in (*outside, *scan.numbers_read) if x.is_input):
         return Unlike("what belongs to one parameter is read for others too")
@@ -200,6 +200,25 @@ def represented(
             updated.add(owner)
     if len(updated) < count:
         return Unlike("some parameters are updated in another graph")
+    return found
+
+
+def _with_counters(parts: list[Part], stands: Callable[[Node], int | None]) -> list[Part]:
+    """Return the parts of a graph; what has 0-d tensors alone, a counter that no update reads,
+    belongs to the part of its parameter, if that is one."""
+    owned = [(p, {stands(x.node) for x in p.inputs} - {None}) for p in parts]
+    full: dict[int | None, list[Part]] = {}
+    for part, owners in owned:
+        for owner in owners if any(map(_full, part.inputs)) else ():
+            full.setdefault(owner, []).append(part)
+    found = []
+    for part, owners in owned:
+        of = full.get(*owners, []) if len(owners) == 1 else []
+        if len(of) == 1 and of[0] is not part:
+            of[0].atoms += part.atoms
+            of[0].inputs += part.inputs
+        else:
+            found.append(part)
     return found
 
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 from collage_fx.passes.ir.graph_memory import Connected, OpOverload, draws
 from collage_fx.passes.rewrite.op_schema import written as overwritten
 from collage_fx.runtime.torch_private import _set_grad_enabled
+from collage_fx.runtime.trees import tree_leaves
 
 
 class UnknownOperation(Exception):
@@ -150,7 +151,8 @@ class Scan:
             self.lists[node].append(self._atom(node, i, args, value))
 
     def _atom(self, node: Node, at: int, args: Any, value: Any) -> Atom:
-        operands: dict[Atom, None] = {}
+        out = self.atom_of.get(node.kwargs.get("out"))  # type: ignore[arg-type]
+        operands: dict[Atom, None] = {} if out is None else {out: None}
 
         def note(a: Any) -> Any:
             if isinstance(a, Node) and a in self.atom_of:
@@ -162,6 +164,7 @@ class Scan:
         writes, plain = overwrites(node), _can_leave(node)
         # A number to which a tensor is added is not overwritten.
         writes &= isinstance(first := next(iter(args[0]), None), Node) and first in self.atom_of
+        writes |= out is not None
         odd = not plain or tensor is None
         for x in list(operands)[: None if odd else int(writes)]:
             self.written.add(memory_of(x.value))
@@ -297,6 +300,12 @@ def overwrites(node: Node) -> bool:
     return name in _IN_PLACE or name in _DUNDERS or (name[-1:] == "_" and name[-2:] != "__")
 
 
+def written_by(node: Node) -> list[Node]:
+    """Return the operands that an operation of a Dynamo graph overwrites, those in lists too."""
+    given = (node.args[:1] if overwrites(node) else (), node.kwargs.get("out"))
+    return [n for n in tree_leaves(given) if isinstance(n, Node)]
+
+
 def name_of(node: Node) -> str:
     """Return the name of what a node of a Dynamo graph calls."""
     target: Any = node.target
@@ -325,7 +334,7 @@ def _can_leave(node: Node) -> bool:
     plain = node.op == "call_method" or isinstance(target, _BUILTIN)
     plain |= getattr(target, "__module__", "") == torch.functional.__name__  # torch.norm, say
     # PyTorch's functions take `out` by that name only.
-    return plain and _repeatable(target, name) and "out" not in node.kwargs
+    return plain and _repeatable(target, name) and isinstance(node.kwargs.get("out"), Node | None)
 
 
 @functools.cache

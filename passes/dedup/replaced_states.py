@@ -21,6 +21,7 @@ from collage_fx.passes.dedup.graph_scan import (
     name_of,
     overloads_of,
     overwrites,
+    written_by,
 )
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
 from collage_fx.runtime.trees import tree_leaves
@@ -79,7 +80,7 @@ def _successors(gm: GraphModule, states: Container[int], others: Container[int])
     inputs = [n for op in ("placeholder", "get_attr") for n in gm.graph.find_nodes(op=op)]
     results: Any = gm.graph.output_node().args[0]
     given, made = _memory(inputs), _memory(results)
-    written = _memory([n.args[0] for n in gm.graph.nodes if n.args and overwrites(n)])
+    written = _memory([x for n in gm.graph.nodes for x in written_by(n)])
     like = {j: t for j, n in enumerate(inputs) if j not in others for t in _tensors(n)}
     own = {
         j: t
@@ -132,13 +133,10 @@ def _distances(graph: Graph, begin: dict[Node, dict[int, int]]) -> dict[Any, dic
             lists = [a for a in node.args if isinstance(a, list | tuple)]
             shared = of([a for a in node.args if a not in lists])
             each[node] = [_nearest([shared, of(row)]) for row in zip(*lists, strict=True)]
-        if node.args and overwrites(node):  # who reads it later reads what enters here
-            written = tree_leaves(node.args[0])
-            for a, entered in zip(
-                written, each.get(node, [found[node]] * len(written)), strict=True
-            ):
-                if isinstance(a, Node):
-                    found[a] = _nearest([found[a], entered])
+        if written := written_by(node):  # who reads it later reads what enters here
+            entered = each.get(node, [found[node]] * len(written))
+            for a, distances in zip(written, entered, strict=True):
+                found[a] = _nearest([found[a], distances])
     return found
 
 

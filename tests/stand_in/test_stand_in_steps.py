@@ -13,7 +13,19 @@ import torch
 from representative_runs import Change, give_gradients, parameters, run, same
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 import collage_fx
 from collage_fx.stand_in import steps as stand_in_steps
@@ -31,25 +43,32 @@ OPTIMIZERS = {
     "AdamW, foreach": lambda ps: AdamW(ps, lr=1e-3, foreach=True),
     "AdamW, two groups": lambda ps: AdamW([{"params": ps[:10]}, {"params": ps[10:], "lr": 0.1}]),
     "AdamW, lr a tensor": lambda ps: AdamW(ps, lr=torch.tensor(1e-3)),
+    "Adadelta": lambda ps: Adadelta(ps, lr=0.1, weight_decay=0.1, maximize=True),
+    "Adadelta, foreach": lambda ps: Adadelta(ps, lr=0.1, foreach=True),
     "Adagrad": lambda ps: Adagrad(ps, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
     "Adagrad, foreach": lambda ps: Adagrad(ps, lr=1e-2, foreach=True),
     "NAdam": lambda ps: NAdam(ps, lr=1e-3),
     "RAdam": lambda ps: RAdam(ps, lr=1e-3, decoupled_weight_decay=True, weight_decay=0.1),
     "RAdam, foreach": lambda ps: RAdam(ps, lr=1e-3, foreach=True),
+    "RMSprop": lambda ps: RMSprop(ps, lr=1e-3, momentum=0.9, centered=True),
+    "RMSprop, foreach": lambda ps: RMSprop(ps, lr=1e-3, weight_decay=0.1, foreach=True),
+    "Rprop": lambda ps: Rprop(ps, lr=1e-3),
+    "Rprop, foreach": lambda ps: Rprop(ps, lr=1e-3, maximize=True, foreach=True),
+    "Adamax": lambda ps: Adamax(ps, lr=1e-3, weight_decay=0.1),
     "Adamax, foreach": lambda ps: Adamax(ps, lr=1e-3, foreach=True),
     "SGD": lambda ps: SGD(ps, lr=1e-3, weight_decay=0.1),
     "SGD, momentum": lambda ps: SGD(ps, lr=1e-3, momentum=0.9, nesterov=True, foreach=True),
 }
 
 
-FEW = ("AdamW, two groups", "SGD, momentum")
+FEW = ("AdamW, two groups", "RMSprop", "SGD, momentum")
 
 
 @pytest.mark.parametrize(
     "name",
     [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS],
 )
-@pytest.mark.quick("SGD, momentum")
+@pytest.mark.quick("RMSprop", "SGD, momentum")
 def test_equal_to_a_step_that_is_traced_whole(
     name: str, monkeypatch: pytest.MonkeyPatch, traced: list[int]
 ) -> None:
