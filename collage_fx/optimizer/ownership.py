@@ -257,11 +257,14 @@ def _is_number(value: Any) -> bool:
 def argument_tensors(
     names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Owned]:
-    """Yield every tensor among the arguments of a function whose parameters have these names."""
+    """Yield every tensor among the arguments of a function whose parameters have these names.
+
+    For `p.data` and what `model.state_dict()` has that is the parameter, if it has a residual.
+    """
     named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
     yield from _of_optimizers({**named, **kwargs})
     for path, tensor in tensors_in({**named, **kwargs}):
-        yield _given(path, re.sub(r"\.(\d+)", r"[\1]", path), tensor)
+        yield _given(path, re.sub(r"\.(\d+)", r"[\1]", path), STORE.behind(tensor))
 
 
 def _given(key: str, name: str, tensor: Tensor) -> Owned:

@@ -16,7 +16,7 @@ from collage_fx.runtime.expansion.eft import WIDER
 from collage_fx.runtime.residuals.changes import changes_of, note_changes
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.components import check_components, storage_of
-from collage_fx.runtime.residuals.memory import is_laid_out_as, tensor_on
+from collage_fx.runtime.residuals.memory import has_memory, is_laid_out_as, tensor_on
 from collage_fx.runtime.residuals.residual import (
     Expected,
     Residual,
@@ -55,6 +55,10 @@ class ResidualStore:
         """Residuals by storage and layout, for tensors made anew at each call, as `p.data` is."""
         self._shared: set[int] = set()
         """The addresses of these storages."""
+        self._in_storage: dict[int, list[weakref.ref[Tensor]]] = {}
+        """The tensors with residuals by their storages, as of `_counted`."""
+        self._counted = -1, -1
+        """`counts` when that was noted."""
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
         """Number of changes: a tensor was given a residual, or other components, or what `get` says
@@ -132,6 +136,21 @@ class ResidualStore:
             # Its version counter may be a new one, which tells nothing of what happened before.
             residual.settle(tensor)
         return residual
+
+    def behind(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with a residual that a tensor has the elements of: p for `p.data`.
+
+        They may be in another shape, `p.data.view(-1)`. The tensor itself, if there is none.
+        """
+        if self._counted != self.counts:
+            self._in_storage, self._counted = {}, self.counts
+            for t in (t for t, _ in self if has_memory(t)):
+                self._in_storage.setdefault(t.untyped_storage()._cdata, []).append(weakref.ref(t))
+        if not has_memory(tensor) or id(tensor) in self._residuals:
+            return tensor
+        known = self._in_storage.get(tensor.untyped_storage()._cdata, ())
+        found = (t for get in known if (t := get()) is not None)  # it may lie elsewhere by now
+        return next((t for t in found if _are_one(t, tensor)), tensor)
 
     def _keep(self, tensor: Tensor, residual: Residual) -> None:
         """Make a residual that of a tensor, for as long as there is this."""
@@ -385,6 +404,13 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def _never(tensor: Tensor, *components: Tensor) -> bool:
     return False
+
+
+def _are_one(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have the same elements, in the same order."""
+    if one.is_contiguous() and other.is_contiguous() and one.numel() == other.numel():
+        return one.data_ptr() == other.data_ptr() and one.dtype is other.dtype
+    return _memory(one) == _memory(other)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
