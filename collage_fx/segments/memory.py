@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -207,6 +208,8 @@ class Memories(dict[int, KnownMemory]):
         """Storage -> references to tensors with residuals in it, or what makes them anew."""
         self.counts = -1, -1
         """`STORE.counts` when they were looked for."""
+        self.owners: WeakKeyDictionary[Residual, weakref.ref[Any] | None] = WeakKeyDictionary()
+        """Residual -> the optimizer that had its tensor when it was met; None for none."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Know the states of a step, and no other memory."""
@@ -281,11 +284,31 @@ class Memories(dict[int, KnownMemory]):
         may be reached through `.data`, or be views made anew. Of the states of another optimizer
         they do: its steps write them in between.
         """
-        others = owners_of(optimizers()) if self.met else {}
-        for owned in self.met:
-            residual = STORE.get(owned.tensor) if id(owned.tensor) not in others else None
-            if residual is not None:
-                residual.expected = same_bits(owned.tensor)
+        found = [(o.tensor, r) for o in self.met if (r := STORE.get(o.tensor)) is not None]
+        self._find_owners([(t, r) for t, r in found if not (r.shared or self._is_known(r))])
+        for tensor, residual in found:
+            if residual.shared or self.owners[residual] is None:
+                residual.forget_tensor()  # a step that asks versions alone is to ask for more
+                residual.expected = same_bits(tensor)
+
+    def _is_known(self, residual: Residual) -> bool:
+        """Return True if it is known whether an optimizer has the tensor of a residual."""
+        optimizer = self.owners.get(residual, _gone)
+        return optimizer is None or optimizer() is not None
+
+    def _find_owners(self, pairs: Sequence[tuple[Tensor, Residual]]) -> None:
+        """Note which optimizers have tensors, once: they are looked for among all objects.
+
+        One that is made later finds its tensor by the bits.
+        """
+        others = owners_of(optimizers()) if pairs else {}
+        for tensor, residual in pairs:
+            optimizer, _ = others.get(id(tensor), (None, None))
+            self.owners[residual] = None if optimizer is None else weakref.ref(optimizer)
+
+
+def _gone() -> None:
+    """Return what a reference to an optimizer returns that is gone."""
 
 
 def _elsewhere(t: Tensor, name: StateName) -> Owned:
