@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     )
     from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
-    from torch._dynamo.variables.lists import DequeVariable
     from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import config as functorch_config
@@ -98,11 +97,11 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     call_obj_hasattr: Any
     call_wrapped: Any
     get_python_args: Any
-    init_deque: Any
     make_dupe_guard: Any
     map_sources_and_install_guards: Any
     new_with_weak_ptr: Any
     store_attr: Any
+    track_mutable: Any
 
 
 class Private(NamedTuple):
@@ -146,7 +145,10 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "GuardBuilder, GuardBuilder.DTENSOR_SPEC_MATCH as DTENSOR_SPEC_MATCH"
             ),
             "torch._dynamo.pgo": "auto_dynamic",
-            "torch._dynamo.side_effects": "SideEffects, SideEffects.store_attr as store_attr",
+            "torch._dynamo.side_effects": (
+                "SideEffects, SideEffects.store_attr as store_attr, SideEffects.track_mutable as "
+                "track_mutable"
+            ),
             "torch._dynamo.source": "OptimizerSource",
             "torch._dynamo.symbolic_convert": "InstructionTranslator",
             "torch._dynamo.types": "ConvertFrameReturn",
@@ -157,9 +159,6 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
             "torch._dynamo.variables.functions": (
                 "WrapperUserFunctionVariable, WrapperUserFunctionVariable.call_function as "
                 "call_wrapped"
-            ),
-            "torch._dynamo.variables.lists": (
-                "DequeVariable, DequeVariable.__init__ as init_deque"
             ),
             "torch._dynamo.variables.optimizer": (
                 "ArgMappingException, OptimizerVariable, OptimizerVariable.get_python_args as "

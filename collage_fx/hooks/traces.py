@@ -5,6 +5,7 @@ What each of these is for is in docs/stock-defects.md.
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, wraps
@@ -21,7 +22,6 @@ from collage_fx.runtime.errors import WarningName, warn
 from collage_fx.runtime.torch_private import DTENSOR_SPEC_MATCH as _guard_shard
 from collage_fx.runtime.torch_private import (
     ArgMappingException,
-    DequeVariable,
     GuardBuilder,
     InstructionTranslator,
     OptimizerSource,
@@ -36,10 +36,10 @@ from collage_fx.runtime.torch_private import (
 from collage_fx.runtime.torch_private import call_obj_hasattr as _has
 from collage_fx.runtime.torch_private import call_wrapped as _call
 from collage_fx.runtime.torch_private import get_python_args as _args
-from collage_fx.runtime.torch_private import init_deque as _init_deque
 from collage_fx.runtime.torch_private import make_dupe_guard as _make_dupe_guard
 from collage_fx.runtime.torch_private import map_sources_and_install_guards as _guard_most
 from collage_fx.runtime.torch_private import store_attr as _store
+from collage_fx.runtime.torch_private import track_mutable as _track
 from collage_fx.runtime.torch_private import variable_builder as builder
 
 _BUILDER: Any = builder
@@ -48,7 +48,6 @@ _TENSOR: Any = TensorVariable
 _OPTIMIZER: Any = OptimizerVariable
 _GUARDS: Any = GuardBuilder
 _WRAPPED: Any = WrapperUserFunctionVariable
-_DEQUE: Any = DequeVariable
 _OTHER_NAME = (
     "the step asks a tensor for its attribute {0}, or assigns it, by the result of an operation in "
     "place, of which torch.compile knows no attributes. Use the tensor itself, or keep what "
@@ -88,12 +87,12 @@ def watch_traces() -> None:
         return
     _BUILDER.make_dupe_guard = _guard_of_two_names
     _EFFECTS.store_attr = _store_attr
+    _EFFECTS.track_mutable = _track_mutable
     _TENSOR.call_obj_hasattr = _has_attr
     _OPTIMIZER.map_sources_and_install_guards = _guard_states
     _OPTIMIZER.get_python_args = _python_args
     _GUARDS.DTENSOR_SPEC_MATCH = _guard_whole
     _WRAPPED.call_function = _call_wrapped
-    _DEQUE.__init__ = _make_deque
     if _GETTER:
         setattr(_TENSOR, _GETTER, _get_attr)
 
@@ -159,19 +158,19 @@ def _call_wrapped(item: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -
     return made
 
 
-def _make_deque(item: Any, items: Any, maxlen: Any = None, **kwargs: Any) -> None:
-    """Make the variable of a traced deque; refuse one that drops elements.
+def _track_mutable(effects: SideEffects, item: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the variable of a list, say, that was there before; refuse a deque with `maxlen`.
 
-    Dynamo drops them when the graph has ended: within it a full one has one more. See
-    docs/stock-defects.md.
+    Dynamo takes it for one without, and drops elements when the graph has ended: within it a full
+    one has one more. See docs/stock-defects.md.
     """
-    _init_deque(item, items, maxlen, **kwargs)
-    if item.maxlen.as_python_constant() is not None:
+    if isinstance(item, deque) and item.maxlen is not None:
         _refuse(
             "the step uses a deque with maxlen, which is longer than that in a graph of "
             "torch.compile when it has just dropped an element. Use a list, and drop elements "
             "yourself"
         )
+    return _track(effects, item, *args, **kwargs)
 
 
 def _is_number(made: Any) -> bool:
