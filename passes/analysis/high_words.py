@@ -2,7 +2,7 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -311,8 +311,7 @@ def _unrounded(
         found = {n for like, n in pairs if not eft or like in path}
         found |= {part.old(i) for i in kept} | {part.states[i][2] for i in kept}
         low = {n for n in found if is_tensor(n) and value_of(n).dtype in LOW_PRECISION}
-        before = (closure(n, lambda n: n.all_input_nodes if n.target in _KEPT else ()) for n in low)
-        called = (n for found in before for n in found if n.op == "call_function")
+        called = (n for found in map(_kept, low) for n in found if n.op == "call_function")
         for value in low.union(called):
             unrounded.setdefault(value, []).append(inside)
     return unrounded
@@ -415,7 +414,33 @@ def _meets(
     if choice.target in _REDUCING:  # A share of a sum is no element, and no total is compared.
         met = {n for n in met if n.target in _COMPARING and n.target not in _INVERTING}
         beside = {n for n in beside if is_tensor(n) and value_of(n).numel() != 1} | set(values)
+    elif inside is None:  # A sum of the value itself is of its rounding too.
+        beside = _beside_sums(values, choice, others)
     return any(_compares(n, alone if n.target in _DECIDING else straight, beside) for n in met)
+
+
+def _beside_sums(
+    values: list[Node], choice: Node, others: Callable[[Node], Iterator[Node]]
+) -> set[Node]:
+    """Return what is computed of a value, but not by a sum that reads it as the choice does.
+
+    Args:
+        values: the nodes that have the value.
+        choice: the operation that chooses.
+        others: node -> the users that count.
+    """
+    read = _chosen_from(choice)
+
+    def unsummed(node: Node) -> Iterator[Node]:
+        is_rounded = is_16_bit(node) and not read.isdisjoint(_kept(node))
+        return (u for u in others(node) if not (is_rounded and u.target in _SUMS))
+
+    return {n for value in values for n in closure(value, unsummed)}
+
+
+def _kept(node: Node) -> set[Node]:
+    """Return a node and those before it that have its digits, or more of them."""
+    return closure(node, lambda n: n.all_input_nodes if n.target in _KEPT else ())
 
 
 def _straight(choice: Node) -> set[Node]:

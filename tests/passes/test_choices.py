@@ -16,6 +16,18 @@ from collage_fx.passes.frontend import canonicalize
 
 LR, STEPS = 1e-3, 6
 SOME = torch.arange(12).view(4, 3) % 3 == 1
+
+
+def alone(u: Tensor, reduce: Any = torch.sum) -> Tensor:
+    """Return one element of each row, by a sum of it and zeros or as the largest by far."""
+    return reduce(torch.where(SOME, u, 0 if reduce is torch.sum else -torch.inf), 1, keepdim=True)
+
+
+def in_rows(u: Tensor, x: Tensor) -> Tensor:
+    """Return where one element of each row is x; a slice has the element unrounded."""
+    return (alone(u) == x) & (u > -1e4)
+
+
 EACH_STEP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "its largest": (lambda p, u: u == u.max(), 1),
     "at most 1": (lambda p, u: u / u.abs().max() <= 1, 12),
@@ -29,6 +41,7 @@ EACH_STEP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "its median": (lambda p, u: p >= p.median(), 7),
     "of some": (lambda p, u: SOME & (p >= p.masked_fill(~SOME, -torch.inf).max()), 1),
     "of one sign": (lambda p, u: u == u.relu().amax(), 1),
+    "times 1.7, summed": (lambda p, u: in_rows(p * 1.7, alone(p, torch.amax) * 1.7), 12),
     "of two": (lambda p, u: p.abs() == torch.maximum(p, -p).max(), 1),
 }
 """A condition -> of how many of 12 elements it holds in each step."""
@@ -67,7 +80,13 @@ def test_the_element_that_is_chosen_is_one_of_the_value(name: str, options: Any)
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("a root", {"arithmetic": "wide"}), ("of a parameter", {}), ("of some", {}), ("of two", {})],
+    [
+        ("a root", {"arithmetic": "wide"}),
+        ("of a parameter", {}),
+        ("of some", {}),
+        ("of two", {}),
+        ("times 1.7, summed", {}),
+    ],
 )
 def test_of_rounded_values_it_is_none(
     name: str, options: Any, monkeypatch: pytest.MonkeyPatch

@@ -264,7 +264,7 @@ def lost(update: Update) -> list[str]:
 @pytest.mark.parametrize(
     "update", [trust_ratio, projected, relative_rate, by_newton_schulz, averaged_step]
 )
-@pytest.mark.quick("trust_ratio", "by_newton_schulz")
+@pytest.mark.quick("trust_ratio", "projected", "by_newton_schulz")
 def test_what_scales_an_update_stays_in_slices(update: Update) -> None:
     assert lost(update) == []
 
