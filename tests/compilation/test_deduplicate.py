@@ -118,7 +118,10 @@ def test_gradients_in_one_buffer_do_not_tie_members(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Inductor could not help, the graph is compiled whole at the second attempt."""
+    """The graph is compiled whole at the second attempt where Inductor could not help.
+
+    So it is with a parameter that is computed anew.
+    """
     attempts: list[str] = []
     original = aot.Compilation.run
 
@@ -129,7 +132,7 @@ def test_that_members_are_unlike_is_found_out_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(aot.Compilation, "run", run)
     shapes = narrow_steps.SHAPES * 2
     for update, of, expected in (
-        (sums, shapes, ["alone", "whole"]),
+        (from_a_master, shapes, ["alone", "whole"]),
         (clipped, shapes, ["alone", "narrow"]),
         (through_data, [(4, 3)] * 9, ["alone"]),
     ):
