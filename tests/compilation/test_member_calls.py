@@ -51,18 +51,6 @@ class Lamb(Optimizer):
             p.add_(update * (p.norm() / update.norm()), alpha=-RATE)
 
 
-class Returns(Lamb):
-    """The same, where new averages take the place of old ones."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
-            state = self.state[p]
-            old = state.get("m", torch.zeros_like(p))
-            state["m"] = 0.99 * old + 0.01 * p.grad
-            p.add_(state["m"] * (p.norm() / (state["m"].norm() + 1e-3)), alpha=-RATE)
-
-
 class Groups(Lamb):
     """Two groups, of which each has a rate of its own that changes from step to step."""
 
@@ -161,11 +149,10 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         (Lamb, {"storage": "remainder16"}),
         (Lamb, {"arithmetic": "eft"}),
         (lambda params: Lamb(params, clips=torch.float32), {}),
-        (Returns, {}),
         (GivesBack, {}),
         (adafactor, {}),
     ],
-    ids=["lamb", "remainder16", "eft", "clipped", "returns", "gives back", "adafactor"],
+    ids=["lamb", "remainder16", "eft", "clipped", "gives back", "adafactor"],
 )
 @pytest.mark.quick("gives back")
 def test_members_have_the_bits_of_the_whole_graph(
