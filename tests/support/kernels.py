@@ -6,6 +6,7 @@ against torch's in `interpreted.py`.
 """
 
 import contextlib
+import math
 import re
 import subprocess
 import tempfile
@@ -26,6 +27,7 @@ from graphs import Captured, capture_optimizer
 from torch import Tensor, optim
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers
+from torch.fx import Node
 from torch.optim import Optimizer
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -201,10 +203,17 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def roundings(rewritten: Rewritten) -> int:
-    """Return how many roundings a lowered slice has; LLVM drops those of a product with one."""
+    """Return how many roundings a lowered slice has, but for those that LLVM drops."""
     nodes = graph_of(rewritten.lowered).graph.nodes
     rounded = [n.args[0] for n in nodes if n.target is torch.ops.collage.round.default]
-    return sum(n.target is not torch.ops.aten.mul.Tensor or 1.0 not in n.args for n in rounded)
+    return sum(not _is_as_it_was(n) for n in rounded)
+
+
+def _is_as_it_was(node: Node) -> bool:
+    """Return True for a product with one, and for bits without the last 16, or NaN, in fp32."""
+    if node.target is torch.ops.aten.where.ScalarOther:
+        return math.isnan(node.args[2])
+    return node.target is torch.ops.aten.mul.Tensor and 1.0 in node.args
 
 
 _convert = interpreter._convert_float
