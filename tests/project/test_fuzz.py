@@ -62,12 +62,12 @@ def test_a_bias_correction_is_judged_alike_in_traced_graphs_and_recorded_ones() 
     """0.9**k, an operation in the one and part of a number in the other, is at most 1."""
     program = Program(
         lines=(
-            Line('st["m"].mul_(0.9).add_(g.add(p, alpha=wd))'),
-            Line("p.mul_(1 - lr * wd)"),
+            Line('st["m"].mul_(0.9).add_(g.add(p, alpha=0.1))'),
+            Line("p.mul_(1 - lr * 0.1)"),
             Line('p.sub_(lr * (st["m"] / (1 - 0.9**k) / (g.abs() + 1e-8)))'),
         ),
         states=(("m", "torch.zeros_like(p)"),),
-        rates=((1e-3, 0.1),),
+        rates=((1e-3, 0.0),),
         counter="state",
         options=(("level", "light"), ("storage", "mcf2")),
     )
