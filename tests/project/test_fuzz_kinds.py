@@ -268,7 +268,7 @@ def test_what_is_exact_has_no_state_of_a_low_dtype() -> None:
 
 @pytest.mark.slow
 def test_statements_of_each_kind_are_made() -> None:
-    texts = [program.statements for program in drawn(4, 600, ("compile", "record"))]
+    texts = [program.statements for program in drawn(4, 1200, ("compile", "record"))]
 
     def missing(kinds: dict[str, tuple[str, ...]]) -> list[str]:
         return [n for n, of in kinds.items() if not any(x in text for x in of for text in texts)]
