@@ -18,7 +18,7 @@ from interpreter import without_compiler
 from saved import drop_saved_residuals, saved_residuals
 from tensors import with_grads
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import start_processes
 
 import collage_fx
@@ -226,3 +226,38 @@ def test_states_that_come_from_elsewhere_lose_their_residuals_not_in_silence(
     for one in found("alike"):
         assert any("its residual begins anew" in message for message in one["warnings"])
         assert all(torch.equal(a, b) for a, b in zip(one["high"], plain, strict=True))
+
+
+class Averager:
+    """Averages over no processes."""
+
+    step = 0
+
+    def average_parameters(self, params: Any) -> None:
+        pass
+
+
+def test_what_only_wraps_an_optimizer_takes_steps_and_is_resumed() -> None:
+    """PostLocalSGDOptimizer is made without Optimizer.__init__, and has none of its hooks."""
+
+    def trained(resumed: bool) -> list[Tensor]:
+        given = params()
+
+        def wrapped() -> Any:
+            optimizer = PostLocalSGDOptimizer(torch.optim.SGD(given, lr=1e-4), Averager())
+            collage_fx.compile_(optimizer)
+            return optimizer
+
+        with without_compiler():
+            optimizer = wrapped()
+            train(optimizer.step, given)
+            if resumed:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = wrapped()
+                optimizer.load_state_dict(saved)
+            train(optimizer.step, given)
+        return [collage_fx.value(p).detach() for p in given]
+
+    unbroken = trained(resumed=False)
+    assert all(map(torch.equal, trained(resumed=True), unbroken))
+    assert all(bool((x != x.bfloat16()).any()) for x in unbroken)

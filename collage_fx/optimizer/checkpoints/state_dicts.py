@@ -68,8 +68,8 @@ def attach(optimizer: Optimizer, storage: Choice = "") -> None:
         optimizer: any.
         storage: what its step is compiled with, if it is.
     """
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        return  # it wraps another optimizer, and has never been an Optimizer of its own
+    if not _takes_hooks(optimizer):
+        return
     known = optimizer in _ATTACHED
     _ATTACHED[optimizer] = storage or _ATTACHED.get(optimizer, "")
     if known:
@@ -111,10 +111,18 @@ def attach_around(optimizer: Optimizer, held: list[Optimizer]) -> None:
     The states that ZeroRedundancyOptimizer.consolidate_state_dict() collects have theirs; here is
     added what is in the groups, and given to the optimizers within what was loaded into them.
     """
-    if optimizer not in _ATTACHED:
+    if optimizer not in _ATTACHED and _takes_hooks(optimizer):
         _ATTACHED[optimizer] = ""
         optimizer.register_state_dict_post_hook(functools.partial(_save_of_held, held))
         optimizer.register_load_state_dict_post_hook(functools.partial(_load_into_held, held))
+
+
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    """Return False for what wraps an optimizer and has never been made one of its own.
+
+    PostLocalSGDOptimizer is such a one: its state dict is that of the other.
+    """
+    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
 
 
 def _save_of_held(held: list[Optimizer], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
