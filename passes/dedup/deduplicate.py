@@ -217,6 +217,8 @@ def _with_counters(parts: list[Part], stands: Callable[[Node], int | None]) -> l
         if len(of) == 1 and of[0] is not part:
             of[0].atoms += part.atoms
             of[0].inputs += part.inputs
+            for atom in (*part.atoms, *part.inputs):
+                atom.part = of[0]
         else:
             found.append(part)
     return found
