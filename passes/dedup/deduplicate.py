@@ -12,7 +12,7 @@ in common (a norm of all gradients) are inputs of it, and results of the graph t
 """
 
 import operator
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,7 +203,7 @@ def represented(
     return found
 
 
-def _with_counters(parts: list[Part], stands: Callable[[Node], int | None]) -> list[Part]:
+def _with_counters(parts: Iterable[Part], stands: Callable[[Node], int | None]) -> list[Part]:
     """Return the parts of a graph; what has 0-d tensors alone, a counter that no update reads,
     belongs to the part of its parameter, if that is one."""
     owned = [(p, {stands(x.node) for x in p.inputs} - {None}) for p in parts]
@@ -213,8 +213,8 @@ def _with_counters(parts: list[Part], stands: Callable[[Node], int | None]) -> l
             full.setdefault(owner, []).append(part)
     found = []
     for part, owners in owned:
-        of = full.get(*owners, []) if len(owners) == 1 else []
-        if len(of) == 1 and of[0] is not part:
+        of = [one for owner in owners for one in full.get(owner, [])]
+        if len(owners) == len(of) == 1 and of[0] is not part:
             of[0].atoms += part.atoms
             of[0].inputs += part.inputs
             for atom in (*part.atoms, *part.inputs):

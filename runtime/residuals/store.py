@@ -144,8 +144,9 @@ class ResidualStore:
         """
         if self._counted != self.counts:
             self._in_storage, self._counted = {}, self.counts
-            for t in (t for t, _ in self if has_memory(t)):
-                self._in_storage.setdefault(t.untyped_storage()._cdata, []).append(weakref.ref(t))
+            for one in (t for t, _ in self if has_memory(t)):
+                key = one.untyped_storage()._cdata
+                self._in_storage.setdefault(key, []).append(weakref.ref(one))
         if not has_memory(tensor) or id(tensor) in self._residuals:
             return tensor
         known = self._in_storage.get(tensor.untyped_storage()._cdata, ())

@@ -33,7 +33,7 @@ def added(p: Tensor) -> None:
 
 
 def of_its_own(p: Tensor) -> None:
-    """What others make of bits, as a value with a low word in arithmetic of their own."""
+    """Put zeros into a value of bits that is made by the step itself."""
     whole = (p.float().view(torch.int32) + 0).view(torch.float32)
     p.copy_(whole.index_put((p > 0,), torch.zeros(())))
 
