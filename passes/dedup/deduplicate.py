@@ -12,7 +12,7 @@ in common (a norm of all gradients) are inputs of it, and results of the graph t
 """
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.fx.node import map_aggregate
 
-from collage_fx.passes.dedup.graph_scan import Atom, Part, Scan, UnknownOperation
+from collage_fx.passes.dedup.graph_scan import (
+    Atom,
+    Part,
+    Scan,
+    UnknownOperation,
+    is_full,
+    with_counters,
+)
 from collage_fx.passes.dedup.independent_parts import LEAST
 from collage_fx.passes.ir.program import Unlike
 from collage_fx.runtime.expansion.eft import LOW_PRECISION
@@ -177,14 +184,14 @@ def represented(
         return Unlike("it has an operation that is not known")
     if scan.results:
         return Unlike("it returns values")
-    parts = _with_counters(scan.parts(), stands)
+    parts = with_counters(scan.parts(), stands)
     outside = {x for a in scan.atoms for x in a.operands if x.part is not a.part}
     if any(stands(x.node) is not None for x in (*outside, *scan.numbers_read) if x.is_input):
         return Unlike("what belongs to one parameter is read for others too")
     found = Represented(scan)
     updated = set()
     for part in parts:
-        own = [x for x in part.inputs if stands(x.node) is not None or _full(x) or x.bound]
+        own = [x for x in part.inputs if stands(x.node) is not None or is_full(x) or x.bound]
         owners = {stands(x.node) for x in own}
         if owners <= {None}:
             continue
@@ -196,31 +203,10 @@ def represented(
             return Unlike("a parameter is not updated element by element")
         # A rate in a tensor is for all, though no other class reads it.
         found.members.append(Standing(owner, [x.node for x in own], part, called))
-        if any(x.bound and _full(x) for x in part.inputs):
+        if any(x.bound and is_full(x) for x in part.inputs):
             updated.add(owner)
     if len(updated) < count:
         return Unlike("some parameters are updated in another graph")
-    return found
-
-
-def _with_counters(parts: Iterable[Part], stands: Callable[[Node], int | None]) -> list[Part]:
-    """Return the parts of a graph; what has 0-d tensors alone, a counter that no update reads,
-    belongs to the part of its parameter, if that is one."""
-    owned = [(p, {stands(x.node) for x in p.inputs} - {None}) for p in parts]
-    full: dict[int | None, list[Part]] = {}
-    for part, owners in owned:
-        for owner in owners if any(map(_full, part.inputs)) else ():
-            full.setdefault(owner, []).append(part)
-    found = []
-    for part, owners in owned:
-        of = [one for owner in owners for one in full.get(owner, [])]
-        if len(owners) == len(of) == 1 and of[0] is not part:
-            of[0].atoms += part.atoms
-            of[0].inputs += part.inputs
-            for atom in (*part.atoms, *part.inputs):
-                atom.part = of[0]
-        else:
-            found.append(part)
     return found
 
 
@@ -230,7 +216,7 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
         return None
     operands = {x: None for a in part.atoms for x in a.operands if x.part is not part}
     full = [x.value for x in (*part.inputs, *operands) if x.value is not None and x.value.dim()]
-    if not full or any(x.others and not _full(x) for x in part.inputs):
+    if not full or any(x.others and not is_full(x) for x in part.inputs):
         return None
     shape, stride = full[0].shape, full[0].stride()
     if not all(is_concrete_int(n) and n != 0 for n in (*shape, *stride)):
@@ -240,9 +226,9 @@ def _layout(part: Part, dtypes: Collection[torch.dtype]) -> Hashable | None:
     if not torch.ops.aten.is_non_overlapping_and_dense(full[0]):
         return None
     for atom in part.atoms:
-        if atom.value is None or (_full(atom) and atom.value.shape != shape):
+        if atom.value is None or (is_full(atom) and atom.value.shape != shape):
             return None
-        if not _full(atom) and any(_full(x) for x in atom.operands):
+        if not is_full(atom) and any(is_full(x) for x in atom.operands):
             return None  # a reduction
     states = (x.value for x in part.inputs if x.bound and x.value is not None and x.value.dim())
     low = any(value.dtype in dtypes for value in states)
@@ -277,7 +263,7 @@ def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
         value = x.value
         if known is None or value is None:
             return None
-        lines.append((known, x.node.op, _full(x), x.bound, x.others, str(value.dtype)))
+        lines.append((known, x.node.op, is_full(x), x.bound, x.others, str(value.dtype)))
         lines.append((str(value.device), value.requires_grad))
     for i, atom in enumerate(part.atoms):
         number[atom] = f"n{i}"
@@ -299,10 +285,6 @@ def _key(part: Part, scan: Scan, fact: Fact) -> Hashable | None:
 def _device(part: Part) -> torch.device:
     """Return the device of the tensors of a part that are not 0-d."""
     return next(x.value.device for x in part.inputs if x.value is not None and x.value.dim())
-
-
-def _full(x: Atom) -> bool:
-    return x.value is not None and x.value.dim() > 0
 
 
 def _divided(scan: Scan, groups: list[list[Part]], apart: list[list[Part]]) -> Narrow:

@@ -3,7 +3,7 @@
 import functools
 import operator
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,6 +248,38 @@ class Scan:
             part.inputs = list(taken)
             part.results.sort(key=lambda k: place.get(self.results[k], -1))  # type: ignore[arg-type]
         return found
+
+
+def is_full(x: Atom) -> bool:
+    """Return True if an atom is a tensor with dimensions."""
+    return x.value is not None and x.value.dim() > 0
+
+
+def with_counters(parts: Iterable[Part], stands: Callable[[Node], int | None]) -> list[Part]:
+    """Return the parts of a graph, counters with that of their parameter, if that is one.
+
+    A counter that no update reads would be a part of 0-d tensors alone.
+
+    Args:
+        parts: those that are connected.
+        stands: the number of the parameter to which an input belongs; None for others.
+    """
+    owned = [(p, {stands(x.node) for x in p.inputs} - {None}) for p in parts]
+    full: dict[int | None, list[Part]] = {}
+    for part, owners in owned:
+        for owner in owners if any(map(is_full, part.inputs)) else ():
+            full.setdefault(owner, []).append(part)
+    found = []
+    for part, owners in owned:
+        of = [one for owner in owners for one in full.get(owner, [])]
+        if len(owners) == len(of) == 1 and of[0] is not part:
+            of[0].atoms += part.atoms
+            of[0].inputs += part.inputs
+            for atom in (*part.atoms, *part.inputs):
+                atom.part = of[0]
+        else:
+            found.append(part)
+    return found
 
 
 def memory_of(value: Tensor | None) -> int:
