@@ -257,18 +257,19 @@ def _is_number(value: Any) -> bool:
 def argument_tensors(
     names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Owned]:
-    """Yield every tensor among the arguments of a function whose parameters have these names.
-
-    For `p.data` and what `model.state_dict()` has that is the parameter, if it has a residual.
-    """
+    """Yield every tensor among the arguments of a function whose parameters have these names."""
     named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
     yield from _of_optimizers({**named, **kwargs})
     for path, tensor in tensors_in({**named, **kwargs}):
-        yield _given(path, re.sub(r"\.(\d+)", r"[\1]", path), STORE.behind(tensor))
+        yield _given(path, re.sub(r"\.(\d+)", r"[\1]", path), tensor)
 
 
 def _given(key: str, name: str, tensor: Tensor) -> Owned:
-    """Return a tensor that a function is given, or refers to."""
+    """Return a tensor that a function is given, or refers to.
+
+    For `p.data` and what `model.state_dict()` has that is the parameter, if it has a residual.
+    """
+    tensor = STORE.behind(tensor)
     called = StateName(None, name) if owner_of(tensor) == "param" else StateName(name)
     return Owned(shard_of(tensor), 0, -1, key, called, of_optimizer=False)
 

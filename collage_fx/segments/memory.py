@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collage_fx.hooks.optimizer_hooks import optimizers
+from collage_fx.optimizer.checkpoints.state_dicts import attached
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.runtime.residuals.checksum import same_bits
 from collage_fx.runtime.residuals.memory import empty_as, has_memory, span, tensor_on
@@ -208,8 +207,6 @@ class Memories(dict[int, KnownMemory]):
         """Storage -> references to tensors with residuals in it, or what makes them anew."""
         self.counts = -1, -1
         """`STORE.counts` when they were looked for."""
-        self.owners: WeakKeyDictionary[Residual, weakref.ref[Any] | None] = WeakKeyDictionary()
-        """Residual -> the optimizer that had its tensor when it was met; None for none."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Know the states of a step, and no other memory."""
@@ -281,34 +278,14 @@ class Memories(dict[int, KnownMemory]):
         """Have the next reader see whether those that were met in this step are as it leaves them.
 
         The next reader is a later step, or a graph in this one. Versions do not tell: the states
-        may be reached through `.data`, or be views made anew. Of the states of another optimizer
-        they do: its steps write them in between.
+        may be reached through `.data`, or be views made anew. Of the states of another compiled
+        optimizer they do: its steps write them in between.
         """
-        found = [(o.tensor, r) for o in self.met if (r := STORE.get(o.tensor)) is not None]
-        self._find_owners([(t, r) for t, r in found if not (r.shared or self._is_known(r))])
-        for tensor, residual in found:
-            if residual.shared or self.owners[residual] is None:
-                residual.forget_tensor()  # a step that asks versions alone is to ask for more
-                residual.expected = same_bits(tensor)
-
-    def _is_known(self, residual: Residual) -> bool:
-        """Return True if it is known whether an optimizer has the tensor of a residual."""
-        optimizer = self.owners.get(residual, _gone)
-        return optimizer is None or optimizer() is not None
-
-    def _find_owners(self, pairs: Sequence[tuple[Tensor, Residual]]) -> None:
-        """Note which optimizers have tensors, once: they are looked for among all objects.
-
-        One that is made later finds its tensor by the bits.
-        """
-        others = owners_of(optimizers()) if pairs else {}
-        for tensor, residual in pairs:
-            optimizer, _ = others.get(id(tensor), (None, None))
-            self.owners[residual] = None if optimizer is None else weakref.ref(optimizer)
-
-
-def _gone() -> None:
-    """Return what a reference to an optimizer returns that is gone."""
+        others = owners_of(attached()) if self.met else {}
+        for owned in self.met:
+            residual = STORE.get(owned.tensor) if id(owned.tensor) not in others else None
+            if residual is not None:
+                residual.expected = same_bits(owned.tensor)
 
 
 def _elsewhere(t: Tensor, name: StateName) -> Owned:

@@ -66,7 +66,7 @@ class Sums:
             warn(name, message)
 
 
-@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Residual:
     """The residual components of one tensor, and what the tensor was when they were last valid.
 

@@ -92,6 +92,11 @@ def attach(optimizer: Optimizer, storage: Choice = "") -> None:
         )
 
 
+def attached() -> list[Optimizer]:
+    """Return the optimizers that are compiled, or have been, and what gathers their states."""
+    return list(_ATTACHED)
+
+
 def take_up(optimizers: Iterable[Optimizer]) -> None:
     """Give residuals that checkpoints left among the states to the tensors, before any step.
 
