@@ -1,7 +1,6 @@
 """Pieces of memory: the states in them, the parts that have low words, and where these lie."""
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -219,9 +218,8 @@ class Memories(dict[int, KnownMemory]):
             self[key].states.append(owned)
         if self.counts == STORE.counts:
             return
-        self.elsewhere, self.counts = {}, STORE.counts
-        for t in (t for t, _ in STORE if has_memory(t)):
-            self.elsewhere.setdefault(storage_key(t), []).append(weakref.ref(t))
+        self.counts = STORE.counts
+        self.elsewhere = {key: [*found] for key, found in STORE.in_storages().items()}
         for t, _ in STORE.by_memory():
             again = partial(_on, StorageWeakRef(t.untyped_storage()), layout_of(t))
             self.elsewhere.setdefault(storage_key(t), []).append(again)

@@ -55,7 +55,7 @@ class ResidualStore:
         """Residuals by storage and layout, for tensors made anew at each call, as `p.data` is."""
         self._shared: set[int] = set()
         """The addresses of these storages."""
-        self._in_storage: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._in_storage: dict[int, list[Callable[[], Tensor | None]]] = {}
         """The tensors with residuals by their storages, as of `_counted`."""
         self._counted = -1, -1
         """`counts` when that was noted."""
@@ -137,20 +137,27 @@ class ResidualStore:
             residual.settle(tensor)
         return residual
 
+    def in_storages(self) -> dict[int, list[Callable[[], Tensor | None]]]:
+        """Return storage -> references to tensors with residuals that lay in it.
+
+        By now they may lie elsewhere: it is made anew when `counts` has changed.
+        """
+        if self._counted != self.counts:
+            self._in_storage, self._counted = {}, self.counts
+            for t in (t for t, _ in self if has_memory(t)):
+                key = t.untyped_storage()._cdata
+                self._in_storage.setdefault(key, []).append(weakref.ref(t))
+        return self._in_storage
+
     def behind(self, tensor: Tensor) -> Tensor:
         """Return the tensor with a residual that a tensor has the elements of: p for `p.data`.
 
         They may be in another shape, `p.data.view(-1)`. The tensor itself, if there is none.
         """
-        if self._counted != self.counts:
-            self._in_storage, self._counted = {}, self.counts
-            for one in (t for t, _ in self if has_memory(t)):
-                key = one.untyped_storage()._cdata
-                self._in_storage.setdefault(key, []).append(weakref.ref(one))
         if not has_memory(tensor) or id(tensor) in self._residuals:
             return tensor
-        known = self._in_storage.get(tensor.untyped_storage()._cdata, ())
-        found = (t for get in known if (t := get()) is not None)  # it may lie elsewhere by now
+        known = self.in_storages().get(tensor.untyped_storage()._cdata, ())
+        found = (t for get in known if (t := get()) is not None)
         return next((t for t in found if _are_one(t, tensor)), tensor)
 
     def _keep(self, tensor: Tensor, residual: Residual) -> None:
