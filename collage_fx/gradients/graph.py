@@ -110,13 +110,8 @@ def _overwritten(gm: GraphModule, products: set[Node]) -> set[int]:
             continue
         ends &= node.op == "call_method" and node.target == "zero_" and not node.users
         if not ends:
-            found |= _memory_written(node)
+            found |= _memory_in(written_by(node))
     return found
-
-
-def _memory_written(node: Node) -> set[int]:
-    """Return the memory that an operation overwrites."""
-    return _memory_in(written_by(node))
 
 
 def _memory_in(nodes: Iterable[Node]) -> set[int]:

@@ -151,7 +151,8 @@ class Scan:
             self.lists[node].append(self._atom(node, i, args, value))
 
     def _atom(self, node: Node, at: int, args: Any, value: Any) -> Atom:
-        out = self.atom_of.get(node.kwargs.get("out"))  # type: ignore[arg-type]
+        given: Any = node.kwargs.get("out")
+        out = self.atom_of.get(given)
         operands: dict[Atom, None] = {} if out is None else {out: None}
 
         def note(a: Any) -> Any:
