@@ -17,9 +17,9 @@ from collage_fx.optimizer.checkpoints.saved_residuals import (
 )
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import listed, warn
-from collage_fx.runtime.residuals.components import check_components
 from collage_fx.runtime.residuals.dtensor import place_of, shard_of
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.components import check_components
 from collage_fx.runtime.storage.state_name import StateName
 
 Read = dict[str, SavedResidual | Tensor]

@@ -203,7 +203,7 @@ class Residuals:
                 c.state_name = found[-1][1].state_name
                 if c.index in self.plan:
                     self.plan[c.index].state_name = c.state_name
-            elif not c.gradient and STORE.get(tensor) is None:
+            elif not c.gradient and STORE.get(tensor) is None and not STORE.share(tensor):
                 ownerless[c.name] = tensor
         for owner in {id(owner): owner for owner, _ in found}.values():
             state_dicts.attach(owner)

@@ -9,10 +9,10 @@ from torch import Tensor
 from collage_fx.errors import OptionError, ResidualError, SubjectError
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
-from collage_fx.runtime.residuals.components import storage_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
+from collage_fx.runtime.storage.components import storage_of
 from collage_fx.runtime.storage.registry import STORAGES
 from collage_fx.runtime.storage.state_name import StateName
 

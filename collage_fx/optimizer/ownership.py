@@ -260,18 +260,25 @@ def argument_tensors(
     """Yield every tensor among the arguments of a function whose parameters have these names."""
     named = {names[i] if i < len(names) else f"args[{i}]": a for i, a in enumerate(args)}
     yield from _of_optimizers({**named, **kwargs})
-    for path, tensor in tensors_in({**named, **kwargs}):
-        yield _given(path, re.sub(r"\.(\d+)", r"[\1]", path), tensor)
+    found = tensors_in({**named, **kwargs})
+    yield from _given((key, re.sub(r"\.(\d+)", r"[\1]", key), t) for key, t in found)
 
 
-def _given(key: str, name: str, tensor: Tensor) -> Owned:
-    """Return a tensor that a function is given, or refers to.
+def _given(tensors: Iterable[tuple[str, str, Tensor]]) -> Iterator[Owned]:
+    """Yield tensors that a function is given, or refers to; each comes with a key and a name.
 
-    For `p.data` and what `model.state_dict()` has that is the parameter, if it has a residual.
+    For `p.data`, a view of it or what `model.state_dict()` has that is p, if p has a residual.
     """
-    tensor = STORE.behind(tensor)
-    called = StateName(None, name) if owner_of(tensor) == "param" else StateName(name)
-    return Owned(shard_of(tensor), 0, -1, key, called, of_optimizer=False)
+    given = list(tensors)
+    known = STORE.aliases.of([shard_of(t) for _, _, t in given])
+    for (key, name, tensor), found in zip(given, known, strict=True):
+        is_param = owner_of(tensor) == "param"
+        for n, t in enumerate(found):
+            at = f"[{n}]" if len(found) > 1 else ""
+            state = StateName(name + at)
+            if is_param or owner_of(t) == "param":
+                state = StateName(None, name + at)
+            yield Owned(t, 0, -1, key + at, state, of_optimizer=False)
 
 
 def without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,9 +305,8 @@ def tensors_of_callable(function: Callable[..., Any]) -> Iterator[Owned]:
         given.update(getattr(owner, "__dict__", {}))
     given.update(_referred_to(function))
     yield from _of_optimizers(given)
-    for path, tensor in tensors_in(given):
-        name = path.removeprefix("self.")
-        yield _given(name, name, tensor)
+    named = ((path.removeprefix("self."), t) for path, t in tensors_in(given))
+    yield from _given((name, name, t) for name, t in named)
 
 
 def _referred_to(function: Callable[..., Any]) -> dict[str, Any]:

@@ -191,7 +191,8 @@ class Service:
             served.decision = (
                 _PLAIN if residual is None else _NOT_JUDGED.in_storage(residual.storage)
             )
-        if owned.owner == "tensor" and residual is not None:
+        is_argument = owned.owner == "tensor" and not owned.state_name.is_param
+        if is_argument and residual is not None:
             STORE.share_by_memory(tensor)
         return None
 

@@ -13,6 +13,7 @@ from collage_fx.optimizer.ownership import Owned
 from collage_fx.runtime.expansion.eft import FP8, WIDER, wider_dtypes
 from collage_fx.runtime.expansion.stochastic import Seeds
 from collage_fx.runtime.residuals.dtensor import place_of
+from collage_fx.runtime.residuals.memory import covers
 from collage_fx.runtime.residuals.residual import Residual, clear_stale, next_draw
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import (
@@ -32,7 +33,6 @@ from collage_fx.segments.memory import (
     Memories,
     Part,
     Piece,
-    covers,
     join,
     split,
     storage_key,

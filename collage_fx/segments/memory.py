@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from collage_fx.optimizer.checkpoints.state_dicts import attached
 from collage_fx.optimizer.ownership import Owned, owners_of
 from collage_fx.runtime.residuals.checksum import same_bits
-from collage_fx.runtime.residuals.memory import empty_as, has_memory, span, tensor_on
+from collage_fx.runtime.residuals.memory import empty_as, has_memory, is_dense, tensor_on
 from collage_fx.runtime.residuals.residual import Residual, warn_of_cleared
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.registry import join_in, split_into
@@ -114,8 +113,7 @@ def split(do: Do, x: Any, hi: Any, dtype: torch.dtype, lows: Lows) -> None:
 
 def widened(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in another dtype, with its strides, if none of its elements share memory."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(t)
-    return t.to(dtype) if dense or 0 in t.stride() else empty_as(t, dtype).copy_(t)
+    return t.to(dtype) if is_dense(t) or 0 in t.stride() else empty_as(t, dtype).copy_(t)
 
 
 @dataclass(eq=False, slots=True)
@@ -157,7 +155,9 @@ class KnownMemory:
     def alive(self) -> Tensor | None:
         """Return the tensor in it that is no state and has low words; None if that is gone."""
         known = self.between
-        return _on(known.storage, known.layout) if known is not None and known.lows else None
+        if known is None or not known.lows or known.storage.expired():
+            return None
+        return tensor_on(known.storage, *known.layout)
 
     def hold(self, t: Tensor, dtypes: Sequence[torch.dtype]) -> Between:
         """Note that it is the memory of t, which is no state, with low words of these dtypes."""
@@ -203,9 +203,7 @@ class Memories(dict[int, KnownMemory]):
         self.lasting: list[Owned] = []
         """States among them whose residuals are from earlier steps."""
         self.elsewhere: dict[int, list[Callable[[], Tensor | None]]] = {}
-        """Storage -> references to tensors with residuals in it, or what makes them anew."""
-        self.counts = -1, -1
-        """`STORE.counts` when they were looked for."""
+        """See `Aliases.in_storages`."""
 
     def begin(self, states: Iterable[Owned]) -> None:
         """Know the states of a step, and no other memory."""
@@ -216,13 +214,7 @@ class Memories(dict[int, KnownMemory]):
             if key not in self:
                 self[key] = KnownMemory()
             self[key].states.append(owned)
-        if self.counts == STORE.counts:
-            return
-        self.counts = STORE.counts
-        self.elsewhere = {key: [*found] for key, found in STORE.in_storages().items()}
-        for t, _ in STORE.by_memory():
-            again = partial(_on, StorageWeakRef(t.untyped_storage()), layout_of(t))
-            self.elsewhere.setdefault(storage_key(t), []).append(again)
+        self.elsewhere = STORE.aliases.in_storages()
 
     def forget(self) -> None:
         """Drop what is known of a step."""
@@ -290,10 +282,6 @@ def _elsewhere(t: Tensor, name: StateName) -> Owned:
     return Owned(t, NOWHERE, -1, str(name), name, of_optimizer=False)
 
 
-def _on(storage: StorageWeakRef, layout: Layout) -> Tensor | None:
-    return None if storage.expired() else tensor_on(storage, *layout)
-
-
 def storage_key(t: Tensor) -> int:
     """Return the storage of a tensor with memory, as a key."""
     return t.untyped_storage()._cdata
@@ -312,9 +300,3 @@ def gradients(memory: Iterable[KnownMemory]) -> dict[int, str]:
         if grad is not None and has_memory(grad):
             found[storage_key(grad)] = f"{owned.name}.grad"
     return found
-
-
-def covers(t: Tensor, part: Tensor) -> bool:
-    """Return True if part, in the same storage, lies in t, from its first element to its last."""
-    (start, end), (first, last) = (span(*layout_of(one)[1:]) for one in (t, part))
-    return start <= first and last <= end

@@ -157,6 +157,21 @@ def span(size: Sequence[int], stride: Sequence[int], offset: int = 0) -> tuple[i
     return offset, offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
+def covers(tensor: Tensor, part: Tensor) -> bool:
+    """Return True if part, in the same storage, lies in tensor, from its first element to its last.
+
+    Elements between those of a tensor that is not dense count as its own.
+    """
+    start, end = span(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    first, last = span(part.shape, part.stride(), int(part.storage_offset()))
+    return start <= first and last <= end
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if each element between the first and the last is one of tensor, and one only."""
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
 def new_memory(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -181,7 +196,7 @@ def is_laid_out_as(t: Tensor, like: Tensor) -> bool:
     strides = like.stride()
     if t.stride() == strides:
         return True
-    if not torch.ops.aten.is_non_overlapping_and_dense(like):
+    if not is_dense(like):
         strides = torch.empty_like(like, device="meta").stride()
     return all(n < 2 or s == r for n, s, r in zip(like.shape, t.stride(), strides, strict=True))
 

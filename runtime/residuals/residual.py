@@ -12,8 +12,8 @@ from collage_fx.runtime.errors import WarningName, listed, warn
 from collage_fx.runtime.residuals import checks
 from collage_fx.runtime.residuals.checks import Checks
 from collage_fx.runtime.residuals.checksum import bits_of, same_bits
-from collage_fx.runtime.residuals.components import zeros
 from collage_fx.runtime.residuals.memory import address
+from collage_fx.runtime.storage.components import zeros
 from collage_fx.runtime.storage.registry import STORAGES, Storage, value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 from collage_fx.runtime.torch_private import _disable_current_modes
@@ -429,7 +429,8 @@ def clear_stale(
             why, residual.expected, held[id(residual)] = "", None, expected
         elif expected is None and residual.kept is None and residual.is_present(tensor):
             why = ""
-        elif expected is None and residual.knows_elements(tensor):
+        elif (expected is None or residual.renewed) and residual.knows_elements(tensor):
+            residual.expected = None
             first, found, why = residual.kept is None, residual.clear_changed(tensor), ""
             if first:
                 residual.keep(tensor)

@@ -8,15 +8,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
+from collage_fx.runtime.residuals.aliases import Aliases, View, view_of
 from collage_fx.runtime.residuals.changes import changes_of, note_changes
 from collage_fx.runtime.residuals.checksum import bits_of
-from collage_fx.runtime.residuals.components import check_components, storage_of
-from collage_fx.runtime.residuals.memory import has_memory, is_laid_out_as, tensor_on
+from collage_fx.runtime.residuals.memory import covers, is_dense, is_laid_out_as
 from collage_fx.runtime.residuals.residual import (
     Expected,
     Residual,
@@ -25,6 +24,7 @@ from collage_fx.runtime.residuals.residual import (
     next_draw,
     warn_of_cleared,
 )
+from collage_fx.runtime.storage.components import check_components, storage_of
 from collage_fx.runtime.storage.positions import Place
 from collage_fx.runtime.storage.registry import (
     STORAGES,
@@ -51,14 +51,12 @@ class ResidualStore:
         self._residuals: dict[int, tuple[WeakIdRef, Residual]] = {}
         """Entries by id, with what drops each when its tensor goes: one is found without Python
         code, as a WeakIdKeyDictionary does not."""
-        self._of_memory: dict[tuple[Any, ...], Residual] = {}
+        self.of_view: dict[View, Residual] = {}
         """Residuals by storage and layout, for tensors made anew at each call, as `p.data` is."""
         self._shared: set[int] = set()
         """The addresses of these storages."""
-        self._in_storage: dict[int, list[Callable[[], Tensor | None]]] = {}
-        """The tensors with residuals by their storages, as of `_counted`."""
-        self._counted = -1, -1
-        """`counts` when that was noted."""
+        self.aliases = Aliases(self)
+        """The tensors with residuals by their storages."""
         self._coarser: set[tuple[str, str]] = set()
         self.generation = 0
         """Number of changes: a tensor was given a residual, or other components, or what `get` says
@@ -120,7 +118,7 @@ class ResidualStore:
         """Return the residuals of these tensors, as `get` returns each."""
         entries = map(self._residuals.get, map(id, tensors))
         found = [entry and entry[1] for entry in entries]
-        if self._of_memory:
+        if self.of_view:
             pairs = zip(tensors, found, strict=True)
             return [self._by_memory(t) if r is None else r for t, r in pairs]
         return found
@@ -129,36 +127,16 @@ class ResidualStore:
         """Give a tensor the residual of another one that is the same piece of memory."""
         if tensor.layout != torch.strided or tensor.untyped_storage()._cdata not in self._shared:
             return None
-        residual = self._of_memory.get(_memory(tensor))
+        residual = self.of_view.get(view_of(tensor))
         if residual is not None:
             self._renew(residual)
             self._keep(tensor, residual)
             # Its version counter may be a new one, which tells nothing of what happened before.
             residual.settle(tensor)
+            if _lives_on(tensor):
+                residual.shared = False
+                self.generation += 1
         return residual
-
-    def in_storages(self) -> dict[int, list[Callable[[], Tensor | None]]]:
-        """Return storage -> references to tensors with residuals that lay in it.
-
-        By now they may lie elsewhere: it is made anew when `counts` has changed.
-        """
-        if self._counted != self.counts:
-            self._in_storage, self._counted = {}, self.counts
-            for t in (t for t, _ in self if has_memory(t)):
-                key = t.untyped_storage()._cdata
-                self._in_storage.setdefault(key, []).append(weakref.ref(t))
-        return self._in_storage
-
-    def behind(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with a residual that a tensor has the elements of: p for `p.data`.
-
-        They may be in another shape, `p.data.view(-1)`. The tensor itself, if there is none.
-        """
-        if not has_memory(tensor) or id(tensor) in self._residuals:
-            return tensor
-        known = self.in_storages().get(tensor.untyped_storage()._cdata, ())
-        found = (t for get in known if (t := get()) is not None)
-        return next((t for t in found if _are_one(t, tensor)), tensor)
 
     def _keep(self, tensor: Tensor, residual: Residual) -> None:
         """Make a residual that of a tensor, for as long as there is this."""
@@ -201,20 +179,28 @@ class ResidualStore:
 
     def share_by_memory(self, tensor: Tensor) -> None:
         """Let later tensors on the same memory have the residual of this one."""
-        residual, key = self._residuals[id(tensor)][1], _memory(tensor)
-        if self._of_memory.get(key) is residual:
+        residual, key = self._residuals[id(tensor)][1], view_of(tensor)
+        if self.of_view.get(key) is residual:
             return
         storage = tensor.untyped_storage()
-        self._of_memory[key] = residual
+        self.of_view[key] = residual
         self._shared.add(storage._cdata)
         weakref.finalize(storage, self._forget_memory, key).atexit = False
-        if not residual.shared:
-            residual.shared, residual.renewed = True, None
+        if residual.renewed is False:
+            residual.shared, residual.renewed = not _lives_on(tensor), None
         self.generation += 1
+
+    def share(self, tensor: Tensor) -> bool:
+        """Let tensor have the residual of a living one that is the same memory, if there is one."""
+        ((first, *others),) = self.aliases.of([tensor])
+        if others or first is tensor or view_of(first) != view_of(tensor):
+            return False
+        self.share_by_memory(first)
+        return True
 
     def _forget_memory(self, key: tuple[Any, ...]) -> None:
         """Drop the residual of memory that is gone."""
-        self._of_memory.pop(key, None)
+        self.of_view.pop(key, None)
         self._shared.discard(key[0].cdata)
 
     def ensure(
@@ -236,12 +222,41 @@ class ResidualStore:
                 warn_of_cleared([str(name)], "the tensor has another shape, dtype or device by now")
             residual = None
         if residual is None:
-            return self.adopt(tensor, None, storage, name)
+            residual = self.adopt(tensor, None, storage, name)
+            self._take_over(tensor, residual)
+            return residual
         self.follow(tensor, residual)
         if residual.storage != storage:
             self._warn_coarser(residual, storage, tensor.dtype)
             return self.convert(tensor, storage, place)
         return residual
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Return True for a tensor with a residual that no optimizer has."""
+        entry = self._residuals.get(id(tensor))
+        residual = self.of_view.get(view_of(tensor)) if entry is None else entry[1]
+        return residual is not None and residual.shared
+
+    def _take_over(self, tensor: Tensor, residual: Residual) -> None:
+        """Give a new state what its memory had before it: that of p after `p.data[:8]`."""
+        for other in self.aliases.near(tensor) if self._shared else ():
+            found = self.get(other)
+            part, whole = (other, tensor) if covers(tensor, other) else (tensor, other)
+            if found is None or not found.shared or not found.fits(other):
+                continue
+            if not is_dense(whole) or not covers(whole, part):
+                continue
+            self.clear_stale([(other, found)])
+            if found.storage == residual.storage and not found.packed:
+                at = part.shape, part.stride(), int(part.storage_offset() - whole.storage_offset())
+                with torch.no_grad(), _disable_current_modes():
+                    for to, of in zip(residual.components, found.components, strict=True):
+                        if part is other:
+                            to.as_strided(*at).copy_(of)
+                        else:
+                            to.copy_(of.as_strided(*at))
+            if part is other:
+                self.drop(other)
 
     def _warn_coarser(self, residual: Residual, storage: str, dtype: torch.dtype) -> None:
         """Warn, once for each pair of storages, that a residual goes into one that keeps less."""
@@ -321,9 +336,9 @@ class ResidualStore:
     def drop(self, tensor: Tensor) -> None:
         """Forget the residual of tensor."""
         _, residual = self._residuals.pop(id(tensor))
-        for key in list(self._of_memory):
-            if self._of_memory.get(key) is residual:
-                del self._of_memory[key]
+        for key in list(self.of_view):
+            if self.of_view.get(key) is residual:
+                del self.of_view[key]
         self.generation += 1
 
     def convert(self, tensor: Tensor, storage: str, place: Place | None = None) -> Residual:
@@ -391,14 +406,6 @@ class ResidualStore:
         self.generation += 1
         residual.draws = residual.draws if draws is None else draws
 
-    def by_memory(self) -> Iterator[tuple[Tensor, Residual]]:
-        """Yield new tensors on the memory that later tensors may share, with its residuals."""
-        # A list of keys makes no tuples, for which garbage may be collected, and entries with it.
-        for storage, offset, size, stride, dtype in list(self._of_memory):
-            residual = self._of_memory.get((storage, offset, size, stride, dtype))
-            if residual is not None and not storage.expired():
-                yield tensor_on(storage, dtype, size, stride, offset), residual
-
     def __iter__(self) -> Iterator[tuple[Tensor, Residual]]:
         # The list is made without tuples, for which garbage may be collected, and entries with it.
         entries = ((key(), residual) for key, residual in list(self._residuals.values()))
@@ -414,16 +421,9 @@ def _never(tensor: Tensor, *components: Tensor) -> bool:
     return False
 
 
-def _are_one(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same elements, in the same order."""
-    if one.is_contiguous() and other.is_contiguous() and one.numel() == other.numel():
-        return one.data_ptr() == other.data_ptr() and one.dtype is other.dtype
-    return _memory(one) == _memory(other)
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    storage = StorageWeakRef(tensor.untyped_storage())
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _lives_on(tensor: Tensor) -> bool:
+    """Return True for a parameter, which others see by views that they make anew."""
+    return tensor.requires_grad and tensor.is_leaf
 
 
 STORE = ResidualStore()

@@ -1,6 +1,6 @@
 """Steps that do a part in inference mode: what that makes cannot be written outside of it.
 
-For runtime.residuals.residual and runtime.residuals.components.
+For runtime.residuals.residual and runtime.storage.components.
 """
 
 from collections.abc import Iterator

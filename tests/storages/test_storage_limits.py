@@ -1,6 +1,6 @@
 """Storages: checkpoints, what is refused or warned of, and what `explain` says.
 
-For runtime.storage.registry, runtime.residuals.components and inspection.explain.
+For runtime.storage.registry, runtime.storage.components and inspection.explain.
 """
 
 import copy

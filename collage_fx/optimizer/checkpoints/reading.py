@@ -18,8 +18,8 @@ from collage_fx.optimizer.checkpoints.saved_residuals import SavedResidual, read
 from collage_fx.optimizer.ownership import PARAM, tensors_in
 from collage_fx.passes.ir.program import LOW_PRECISION
 from collage_fx.runtime.errors import CheckpointError, ResidualError
-from collage_fx.runtime.residuals.components import check_components
 from collage_fx.runtime.residuals.dtensor import shard_of
+from collage_fx.runtime.storage.components import check_components
 from collage_fx.runtime.storage.registry import value_in_float64
 from collage_fx.runtime.storage.state_name import StateName
 
