@@ -108,7 +108,7 @@ def test_the_step_after_a_load(
     After a first load the guards of the states before are let go of, too.
     """
     # Those of functions are found by memory, and other tests may have left some.
-    monkeypatch.setattr(STORE, "_of_memory", {})
+    monkeypatch.setattr(STORE, "of_view", {})
     optimizer = adamw(sizes=[(8, 8)] * 10, fused=fused)
     trained(optimizer, 6)
     quiet = calls_in(optimizer.step)
