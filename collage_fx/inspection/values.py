@@ -9,7 +9,9 @@ from torch import Tensor
 from collage_fx.errors import OptionError, ResidualError, SubjectError
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
+from collage_fx.runtime.residuals.aliases import is_same
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
+from collage_fx.runtime.residuals.memory import empty_as
 from collage_fx.runtime.residuals.residual import Residual
 from collage_fx.runtime.residuals.store import STORE
 from collage_fx.runtime.storage.components import storage_of
@@ -28,7 +30,7 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
     count, and the components are copies until the next step.
 
     Args:
-        tensor: a parameter, a state or an argument of a function.
+        tensor: a parameter, a state, an argument of a function, or a view of one.
 
     Raises:
         SubjectError: no tensor.
@@ -40,10 +42,17 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
         >>> collage_fx.residuals(torch.ones(2))
         ()
     """
-    residual, components = _present(tensor, "residuals")
-    if residual is None or components is None:
+    own = shard_of(_checked(tensor, "residuals"))
+    of, *others = STORE.aliases.of([own])[0]
+    residual, components = _present(of)
+    if residual is None or components is None or others:
         return ()
-    return components if residual.packed else tuple(sharded_like(c, tensor) for c in components)
+    if not is_same(of, own):
+        words = residual.words(of, components)
+        return tuple(_part(w, of, own) for w in words)
+    if residual.packed:
+        return components
+    return tuple(sharded_like(c, tensor) for c in components)
 
 
 def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -53,7 +62,7 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     components are more than 2^53 apart. A tensor without residuals is converted.
 
     Args:
-        tensor: a parameter, a state or an argument of a function.
+        tensor: a parameter, a state, an argument of a function, or a view of one.
         dtype: of the result, a floating one.
 
     Raises:
@@ -68,17 +77,23 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise OptionError(f"dtype={dtype!r} is no floating dtype of torch")
-    residual, components = _present(tensor, "value")
-    if residual is None or components is None:
-        return tensor.detach().to(dtype)
-    return sharded_like(residual.whole(shard_of(tensor), components).to(dtype), tensor)
+    own = shard_of(_checked(tensor, "value"))
+    found = [(t, _whole(t, dtype)) for t in STORE.aliases.of([own])[0]]
+    (of, whole), *others = found
+    if others:
+        whole = empty_as(own, dtype)
+        for part, x in found:
+            _part(whole, own, part).copy_(x)
+    elif not is_same(of, own):
+        whole = _part(whole, of, own)
+    return sharded_like(whole, tensor)
 
 
 def draws(tensor: Tensor) -> int:
     """Return the number of roundings by chance of tensor's residual, 0 if it has none.
 
     Args:
-        tensor: a parameter, a state or an argument of a function.
+        tensor: a parameter, a state, an argument of a function, or a view of one.
 
     Raises:
         SubjectError: no tensor.
@@ -88,7 +103,8 @@ def draws(tensor: Tensor) -> int:
         >>> collage_fx.draws(model.weight)
         3
     """
-    residual = STORE.get(shard_of(_checked(tensor, "draws")))
+    ((of, *_),) = STORE.aliases.of([shard_of(_checked(tensor, "draws"))])
+    residual = STORE.get(of)
     return 0 if residual is None else residual.draws
 
 
@@ -113,7 +129,8 @@ def load_residuals(
 
     Raises:
         OptionError: no such storage.
-        ResidualError: the components do not fit the tensor.
+        ResidualError: the components do not fit the tensor, or it is a part of one that has a
+            residual.
         SubjectError: no tensor.
 
     Examples:
@@ -125,7 +142,12 @@ def load_residuals(
     """
     name = _name_of(_checked(tensor, "load_residuals"))
     components = [shard_of(_checked(c, "load_residuals")) for c in components]
-    tensor = shard_of(tensor)
+    of, *others = STORE.aliases.of([shard_of(tensor)])[0]
+    if others or not is_same(of, shard_of(tensor)):
+        raise ResidualError(
+            f"{name} is a view of what has a residual: give it to the tensor itself, as a whole"
+        )
+    tensor = of
     if draws is not None and draws < 0:
         raise ResidualError(f"{name} was given {draws} draws: less than none")
     if not components and not draws:
@@ -153,10 +175,25 @@ def _checked(tensor: Any, function: str) -> Tensor:
     return tensor
 
 
-def _present(tensor: Any, function: str) -> tuple[Residual | None, tuple[Tensor, ...] | None]:
+def _present(tensor: Tensor) -> tuple[Residual | None, tuple[Tensor, ...] | None]:
     """Return the residual of tensor, and its components as they belong to its present value."""
-    residual = STORE.get(shard_of(_checked(tensor, function)))
-    return residual, None if residual is None else residual.present(shard_of(tensor))
+    residual = STORE.get(tensor)
+    return residual, None if residual is None else residual.present(tensor)
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    residual, components = _present(tensor)
+    if residual is None or components is None:
+        return tensor.detach().to(dtype)
+    return residual.whole(tensor, components).to(dtype)
+
+
+def _part(x: Tensor, of: Tensor, part: Tensor) -> Tensor:
+    """Return the elements of x, which is of the shape of a tensor, that a part of that has."""
+    if x.stride() != of.stride():
+        x = empty_as(of, x.dtype).copy_(x)
+    start = x.storage_offset() + part.storage_offset() - of.storage_offset()
+    return x.as_strided(part.shape, part.stride(), start)
 
 
 def _name_of(tensor: Tensor) -> StateName:

@@ -23,6 +23,13 @@ def view_of(tensor: Tensor) -> View:
     return storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are one view of one storage, as p and `p.data` are."""
+    if one is other or not (has_memory(one) and has_memory(other)):
+        return one is other
+    return view_of(one) == view_of(other)
+
+
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -38,8 +45,8 @@ class Store(Protocol):
     def of_view(self) -> Mapping[View, Any]:
         """Views of which each new tensor has the residual that the last one had."""
 
-    def is_shared(self, tensor: Tensor) -> bool:
-        """Return True for a tensor with a residual that no optimizer has."""
+    def is_lasting(self, tensor: Tensor) -> bool:
+        """Return True for a tensor with a residual that is an optimizer's state, or a parameter."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         """Yield tensors, each with its residual."""
@@ -93,14 +100,16 @@ class Aliases:
         all of its own. It is the tensor itself if there are none. What an optimizer has comes
         before what a function was given, and that before views of it.
         """
+        if all(map(self.store.is_lasting, tensors)):
+            return [[t] for t in tensors]
         index = self.in_storages()
-        return [self._of(t, index.get(_key(t), ()) if has_memory(t) else ()) for t in tensors]
+        return [self._of(t, index) for t in tensors]
 
-    def _of(self, tensor: Tensor, known: Sequence[Get]) -> list[Tensor]:
-        near = _near(known, tensor)
+    def _of(self, tensor: Tensor, index: Mapping[int, Sequence[Get]]) -> list[Tensor]:
+        near = _near(index.get(_key(tensor), ()) if has_memory(tensor) else (), tensor)
         if not near:
             return [tensor]
-        lasting = {view: t for view, t in near.items() if not self.store.is_shared(t)}
+        lasting = {view: t for view, t in near.items() if self.store.is_lasting(t)}
         if found := _with_elements_of(tensor, lasting):
             return found
         if view_of(tensor) in self.store.of_view or any(t is tensor for t in near.values()):

@@ -195,9 +195,12 @@ class Residual:
             self.hold(words)
             return lost.sum()
 
-    def words(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the components in the shape of tensor; copies of those that are packed."""
-        return self._kind.words(tensor, self.components) if self.packed else self.components
+    def words(
+        self, tensor: Tensor, components: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the components, or these, in the shape of tensor; copies of packed ones."""
+        found = self.components if components is None else components
+        return self._kind.words(tensor, found) if self.packed else found
 
     def hold(self, components: Sequence[Tensor]) -> None:
         """Have the values of components: as memory holds them, or what `words` has returned."""

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.residuals.aliases import Aliases, View, view_of
+from collage_fx.runtime.residuals.aliases import Aliases, View, is_same, view_of
 from collage_fx.runtime.residuals.changes import changes_of, note_changes
 from collage_fx.runtime.residuals.checksum import bits_of
 from collage_fx.runtime.residuals.memory import covers, is_dense, is_laid_out_as
@@ -193,7 +193,7 @@ class ResidualStore:
     def share(self, tensor: Tensor) -> bool:
         """Let tensor have the residual of a living one that is the same memory, if there is one."""
         ((first, *others),) = self.aliases.of([tensor])
-        if others or first is tensor or view_of(first) != view_of(tensor):
+        if others or first is tensor or not is_same(first, tensor):
             return False
         self.share_by_memory(first)
         return True
@@ -231,11 +231,10 @@ class ResidualStore:
             return self.convert(tensor, storage, place)
         return residual
 
-    def is_shared(self, tensor: Tensor) -> bool:
-        """Return True for a tensor with a residual that no optimizer has."""
+    def is_lasting(self, tensor: Tensor) -> bool:
+        """Return True for a tensor with a residual that is an optimizer's state, or a parameter."""
         entry = self._residuals.get(id(tensor))
-        residual = self.of_view.get(view_of(tensor)) if entry is None else entry[1]
-        return residual is not None and residual.shared
+        return entry is not None and not entry[1].shared
 
     def _take_over(self, tensor: Tensor, residual: Residual) -> None:
         """Give a new state what its memory had before it: that of p after `p.data[:8]`."""
