@@ -37,6 +37,7 @@ from collage_fx.record.service import TRIED, Service
 from collage_fx.runtime import logs
 from collage_fx.runtime.errors import UnsupportedError
 from collage_fx.runtime.kernels import left_out
+from collage_fx.runtime.residuals.changes import note_write
 from collage_fx.runtime.residuals.memory import has_memory
 from collage_fx.runtime.residuals.residual import settle_at_end
 from collage_fx.runtime.residuals.store import STORE
@@ -627,6 +628,8 @@ class Steps:
         outside = {id(o.tensor): o for o in rest if self.words.has_written(o.tensor)}
         for key, owned in outside.items():
             service.note(owned, self.executors.plans.get(key))
+            if self.changes is None:
+                note_write(owned.tensor)
         for owned in self.words.memory.met:
             if self.words.has_written(owned.tensor):
                 service.note(owned, self.executors.plans.get(id(owned.tensor)))

@@ -192,6 +192,14 @@ def note_changes(tensor: Tensor, *, whole: bool = False) -> Changes:
     return found
 
 
+def note_write(tensor: Tensor) -> None:
+    """Note a write that has set no bits, and that the version of a tensor may not count: a step's
+    through a view. One that is compared with a copy is seen without."""
+    changes = changes_of(tensor) if _CHANGES else None
+    if changes is not None and changes.before is None:
+        changes.whole = True
+
+
 @functools.cache
 def _library() -> Any:
     """Return the compiled functions; None where no C++ compiler works."""

@@ -1,6 +1,6 @@
 """Writes from outside of steps: all of a tensor counts as changed, once.
 
-For runtime.residuals.changes.
+For runtime.residuals.changes and record.steps.
 """
 
 import copy
@@ -8,10 +8,12 @@ import gc
 
 import pytest
 import torch
+from interpreter import without_compiler
 from replicas import Lion, Replica, follow, give, model, sizes
 from torch.optim import SGD, AdamW
 
 import collage_fx
+from collage_fx.record import steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was cleared")
 
@@ -153,3 +155,23 @@ def test_a_method_that_takes_the_step() -> None:
         optimizer.second_step() if k % 2 else optimizer.step()
         changed = replica.changed()
         assert replica.sync() == changed and replica.is_equal
+
+
+@pytest.mark.parametrize("noted", [True, pytest.param(False, id="control")])
+def test_a_function_writes_through_a_view(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version of the parameter does not count what is written to `p.data`."""
+    if not noted:
+        monkeypatch.setattr(steps, "note_write", lambda tensor: None)
+    module = model()
+    optimizer = collage_fx.compile_(AdamW(module.parameters(), lr=1e-4), changed=True)
+    scaled = collage_fx.compile(torch.no_grad()(lambda rows: rows.mul_(1.5)))
+    with without_compiler():
+        follow(module, optimizer, steps=2)
+        replica, equal = Replica(module), []
+        for k in range(3):
+            give(module, k)
+            optimizer.step()
+            scaled(module[0].weight.data[:2])
+            replica.sync()
+            equal.append(replica.is_equal)
+    assert equal == [noted] * 3
