@@ -47,6 +47,10 @@ SEEN = 2
 _PASSED_ON = "16-bit values go on from it to other parts of the step, which would be rounded"
 PATIENCE = 3
 """Number of steps more that a segment may wait to be compiled."""
+FEW = 3
+"""Number of segments that differ in sizes only, as those of masks do, which are compiled as others
+are; each later one has to run twice as often as that before it, up to so many times:"""
+DOUBLED = 3
 MOST = 64
 """Number of times that segments of one step are compiled at most; others are interpreted."""
 
@@ -72,6 +76,8 @@ class _History(SeenNumbers):
 
     begun: int = 0
     """The step of the first."""
+    alike: int = 0
+    """Number of segments before it that did the same there, to tensors of other sizes."""
     ways: defaultdict[str, _Way] = field(default_factory=lambda: defaultdict(_Way))
 
 
@@ -100,6 +106,8 @@ class Executors:
     """Number of steps, with that which is being taken."""
     count: int = 0
     """Number of times that a segment was compiled."""
+    alike: Counter[Any] = field(default_factory=Counter)
+    """Operations, and position in a step -> the number of segments of these operations there."""
     runs: Counter[str] = field(default_factory=Counter)
     """Way -> how many segments were done so."""
     left: dict[Segment, str] = field(default_factory=dict)
@@ -155,7 +163,7 @@ class Executors:
             if obstacle not in self.logged:
                 self.logged.add(obstacle)
                 self._log(segment, f"interpreted: {obstacle}")
-        elif history.runs >= self.seen and not self._waits(segment, history, call):
+        elif history.runs >= self._enough(history) and not self._waits(segment, history, call):
             for name in self.ways:
                 why = self._done(name, segment, history, call)
                 if not why:
@@ -164,6 +172,10 @@ class Executors:
                 self.left.setdefault(segment, why)
         self.runs["interpreted"] += 1
         WholeValues(segment, call, self.words).run()
+
+    def _enough(self, history: _History) -> int:
+        """Return the run in which a segment is to be compiled."""
+        return self.seen << min(max(history.alike - FEW, 0), DOUBLED)
 
     def _log(self, segment: Segment, became: str) -> None:
         what = f"a recorded segment of {len(segment.lines)} operations is {became}"
@@ -205,7 +217,9 @@ class Executors:
     def _history(self, segment: Segment, call: Call) -> _History:
         floats, history = call.floats, segment.history
         if history is None:
-            history = segment.history = _History(begun=self.steps)
+            does = len(self.changing), tuple(line.func for line in segment.lines)
+            history = segment.history = _History(begun=self.steps, alike=self.alike[does])
+            self.alike[does] += 1
         history.see(floats)
         if history.runs == 1 and (at := len(self.changing)) < len(self.changed_before):
             count, *changed = self.changed_before[at]
