@@ -94,12 +94,14 @@ if TYPE_CHECKING:  # what the names are, for type checkers
     )
 
     DTENSOR_SPEC_MATCH: Any
+    call_func_at_runtime_with_args: Any
     call_obj_hasattr: Any
     call_wrapped: Any
     get_python_args: Any
     make_dupe_guard: Any
     map_sources_and_install_guards: Any
     new_with_weak_ptr: Any
+    runtime_wrappers: Any
     store_attr: Any
     track_mutable: Any
 
@@ -223,6 +225,8 @@ _TABLE: tuple[tuple[str, bool, dict[str, str]], ...] = (
                 "_pop_mode_temporarily"
             ),
             "torch.optim.optimizer": "_use_grad_for_differentiable",
+            "torch._functorch._aot_autograd": "runtime_wrappers",
+            "torch._functorch._aot_autograd.runtime_wrappers": "call_func_at_runtime_with_args",
         },
     ),
     (

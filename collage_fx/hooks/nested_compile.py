@@ -1,11 +1,11 @@
-"""Hooks by which a torch.compile within a step gets the step's own backend."""
+"""Hooks by which a torch.compile within a step gets the step's own backend, and runs apart."""
 
 import dataclasses
 import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +16,16 @@ from collage_fx.runtime.torch_private import (
     CatchErrorsWrapper,
     ConvertFrameReturn,
     GlobalStateGuard,
+    TorchDispatchMode,
     _callback_from_stance,
+    _get_current_dispatch_mode,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    call_func_at_runtime_with_args,
     callback_handler,
     eval_frame,
     innermost_backend,
+    runtime_wrappers,
     traces,
 )
 
@@ -131,13 +135,34 @@ def _callback(callback: Any) -> Any:
     return chosen
 
 
+def _run_compiled(*args: Any, **kwargs: Any) -> Any:
+    """Run what AOTAutograd has compiled: it calls kernels with the addresses of tensors."""
+    mode = _get_current_dispatch_mode()
+    with mode.apart() if isinstance(mode, RunsApart) else nullcontext():
+        return call_func_at_runtime_with_args(*args, **kwargs)
+
+
+class RunsApart(TorchDispatchMode):
+    """Dispatch mode that hands out memory which may have no data yet."""
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """Return a context in which all memory has its data, and operations are done when called.
+
+        What is compiled runs in it: not only kernels write there, but operations of PyTorch too.
+        """
+        raise NotImplementedError
+
+
 def _install() -> None:
     eval_frame._callback_from_stance = _callback
+    runtime_wrappers.call_func_at_runtime_with_args = _run_compiled
 
 
 def _restore() -> None:
     if eval_frame._callback_from_stance is _callback:
         eval_frame._callback_from_stance = _callback_from_stance
+    if runtime_wrappers.call_func_at_runtime_with_args is _run_compiled:
+        runtime_wrappers.call_func_at_runtime_with_args = call_func_at_runtime_with_args
 
 
 _INSTALLED = Counted(_install, _restore)

@@ -1,10 +1,11 @@
 """Dispatch modes by which a recorder sees the operations of a step."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+from collage_fx.hooks.nested_compile import RunsApart
 from collage_fx.runtime.torch_private import (
-    TorchDispatchMode,
     _get_current_dispatch_mode,
     _pop_mode_temporarily,
 )
@@ -13,11 +14,17 @@ from collage_fx.runtime.torch_private import (
 class Dispatches(Protocol):
     """A recorder: is given each operation, and returns what the step gets for it."""
 
+    def flush_outside(self) -> None:
+        """Do what was noted, called from where the mode may be on."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Let operations pass, within, as in a compiled graph."""
+
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Do or note an operation, and return what it makes."""
 
 
-class RecordingMode(TorchDispatchMode):
+class RecordingMode(RunsApart):
     """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
 
     supports_higher_order_operators = True
@@ -39,6 +46,13 @@ class RecordingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self.recorder.dispatch(func, types, args, kwargs)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Do what was noted, and have operations done as they are called within this context."""
+        self.recorder.flush_outside()
+        with self.recorder.paused(), off_stack(self.recorder):
+            yield
 
 
 def off_stack(recorder: Dispatches) -> AbstractContextManager[Any]:
