@@ -29,6 +29,8 @@ NUMBER, OTHER, OWN = range(3)
 else; and what has the state itself in it, times any of these."""
 RATE = 0.06
 """The size of a number that may change from step to step, if it is not known to be larger now."""
+LEAST = 2.0**-12
+"""The least part of what a state follows that is told from none: one of n in a sum of products."""
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,13 @@ def _followed(new: Terms) -> frozenset[Node]:
     """Return the states whose high words make what the new value of a state follows.
 
     In w*p + (1 - w)*(A @ B) the second term is about as large as what w leaves of p, so that p
-    is near to A @ B after some steps. An update by a rate has another size.
+    is near to A @ B after some steps. An update by a rate has another size. What is computed of
+    weights alone is none: p is near to whatever multiple of that.
     """
     left = 1 - new[OWN].size if OWN in new else 0.0
+    weights = new.get(NUMBER, Term(0.0))
+    if weights.high >= LEAST * left > 0:
+        return weights.of
     follows = _whole(x for k, x in new.items() if k != OWN)
     near = 0.5 * left <= follows.size <= 2 * left
     return follows.of if near and follows.high >= 0.25 * left > 0 else frozenset()

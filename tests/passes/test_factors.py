@@ -108,6 +108,7 @@ def test_sums_that_become_lists_are_those_of_whole_values(monkeypatch: pytest.Mo
 def test_a_number_of_about_one_that_changes_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(turned, record=True) < 1e-4
     monkeypatch.setattr(factors, "_size", lambda now, grown: factors.RATE)
+    monkeypatch.setattr(factors, "_followed", lambda new: frozenset())
     assert error(turned, record=True) > 0.01
 
 
