@@ -81,4 +81,5 @@ def test_its_high_word_would_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control, in which nobody looks at the size of the number either."""
     monkeypatch.setattr(escape, "entering", lambda *_: iter(()))
     monkeypatch.setattr(factors, "_size", lambda now, *, grown: factors.RATE)
+    monkeypatch.setattr(factors, "_followed", lambda new: frozenset())
     assert error(decayed_by_a_rate, record=True, storage="mcf2") > 0.2

@@ -91,4 +91,5 @@ def test_what_a_rate_scales_has_its_low_word(update: Update, rates: Any, options
 @pytest.mark.quick("traced")
 def test_it_has_not_if_a_rate_stays_small(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factors, "_size", lambda now, grown: factors.RATE)
+    monkeypatch.setattr(factors, "_followed", lambda new: frozenset())
     assert error(half_anew, GROWING, options) > 1e-4
