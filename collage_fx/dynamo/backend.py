@@ -401,6 +401,8 @@ class _Step:
             fits = self._fits(self.layouts, args)
         if steps.switches:
             self.code.refused |= steps.executors.computes_anew(self.code, args)
+        elif self.checked != STORE.counts:  # a parameter may have got one, of which it has a part
+            self.code.refused |= STORE.aliases.are_parts(args)
         recorded = self.code.refused or steps.expands(args, writes=bool(self.code.states))
         if recorded or not fits or not self._has_kernels(steps):
             steps.waited |= bool(self.waits) or stand_ins is not None

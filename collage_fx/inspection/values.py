@@ -9,7 +9,7 @@ from torch import Tensor
 from collage_fx.errors import OptionError, ResidualError, SubjectError
 from collage_fx.hooks import optimizer_hooks
 from collage_fx.optimizer.ownership import owners_of
-from collage_fx.runtime.residuals.aliases import is_same
+from collage_fx.runtime.residuals.aliases import is_same, part_of
 from collage_fx.runtime.residuals.dtensor import shard_of, sharded_like
 from collage_fx.runtime.residuals.memory import empty_as
 from collage_fx.runtime.residuals.residual import Residual
@@ -49,7 +49,7 @@ def residuals(tensor: Tensor) -> tuple[Tensor, ...]:
         return ()
     if not is_same(of, own):
         words = residual.words(of, components)
-        return tuple(_part(w, of, own) for w in words)
+        return tuple(part_of(w, of, own) for w in words)
     if residual.packed:
         return components
     return tuple(sharded_like(c, tensor) for c in components)
@@ -83,9 +83,9 @@ def value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     if others:
         whole = empty_as(own, dtype)
         for part, x in found:
-            _part(whole, own, part).copy_(x)
+            part_of(whole, own, part).copy_(x)
     elif not is_same(of, own):
-        whole = _part(whole, of, own)
+        whole = part_of(whole, of, own)
     return sharded_like(whole, tensor)
 
 
@@ -186,14 +186,6 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if residual is None or components is None:
         return tensor.detach().to(dtype)
     return residual.whole(tensor, components).to(dtype)
-
-
-def _part(x: Tensor, of: Tensor, part: Tensor) -> Tensor:
-    """Return the elements of x, which is of the shape of a tensor, that a part of that has."""
-    if x.stride() != of.stride():
-        x = empty_as(of, x.dtype).copy_(x)
-    start = x.storage_offset() + part.storage_offset() - of.storage_offset()
-    return x.as_strided(part.shape, part.stride(), start)
 
 
 def _name_of(tensor: Tensor) -> StateName:

@@ -191,8 +191,7 @@ class Service:
             served.decision = (
                 _PLAIN if residual is None else _NOT_JUDGED.in_storage(residual.storage)
             )
-        is_argument = owned.owner == "tensor" and not owned.state_name.is_param
-        if is_argument and residual is not None:
+        if owned.owner == "tensor" and residual is not None:
             STORE.share_by_memory(tensor)
         return None
 

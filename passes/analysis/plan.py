@@ -46,7 +46,7 @@ def plan(program: Program) -> None:
     verdicts: dict[int, Found] = {}
     leave_alone(program.carried, program.settings.states, is_step=program.is_step)
     for group in program.classes:
-        feed = feeding(group) if program.settings.level == "light" else set()
+        feed = feeding(group) if program.settings.level == "light" else taken_over(group)
         for member in group.members:
             for i in feed:
                 member.states[i][0].feeds_parameter = True
@@ -85,18 +85,25 @@ def feeding(group: StateClass) -> set[int]:
     where these states lose it.
     """
     part, found = group.representative, group.recurrences
-    sources = {part.old(j): j for j in range(len(found))}
     walks = [walk(part.nodes, part.old(j)) for j in range(len(found))]
-    feed: set[int] = set()
+    feed = taken_over(group)
     for i, ((carried, _, new), one) in enumerate(zip(part.states, found, strict=True)):
         if carried.owner != "param":
             continue
-        if one.source is not None:
-            feed.add(sources[one.source])
         anew = bool(one.together) or not critical(one, carried.val.dtype, "auto")[0]
         new_forms = [forms.get(new) for forms in walks]
         feed |= {j for j, f in enumerate(new_forms) if enters(f, new_forms[i], anew=anew)}
     return {j for j in feed if part.states[j][0].owner != "param"}
+
+
+def taken_over(group: StateClass) -> set[int]:
+    """Return the positions of the states of which a parameter takes over the new value."""
+    part, found = group.representative, group.recurrences
+    place = {part.old(j): j for j in range(len(found))}
+    states = zip(part.states, found, strict=True)
+    params = (one for (carried, _, _), one in states if carried.owner == "param")
+    taken = {place[one.source] for one in params if one.source is not None}
+    return {j for j in taken if part.states[j][0].owner != "param"}
 
 
 def enters(form: Form | None, own: Form | None, *, anew: bool) -> bool:
@@ -312,6 +319,8 @@ def _judged(carried: Carried, found: Recurrence, level: Level, has_param: bool) 
         # does not grow, and is as large as the progress that a small learning rate makes.
         reason = f"parameter: {reason.partition(',')[0]}, but each update is small beside it"
         return _decided(True, reason)
+    if carried.feeds_parameter and not keep:
+        return _decided(True, f"a parameter takes it over; {reason}")
     return _decided(keep, reason)
 
 

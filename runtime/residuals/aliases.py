@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collage_fx.runtime.residuals.memory import covers, has_memory, is_dense, tensor_on
+from collage_fx.runtime.residuals.memory import (
+    covers,
+    empty_as,
+    has_memory,
+    has_values,
+    is_dense,
+    overlapping,
+    tensor_on,
+)
 
 View: TypeAlias = tuple[StorageWeakRef, Any, torch.Size, tuple[int, ...], torch.dtype]
 """Storage, offset, size, strides and dtype of a tensor."""
@@ -25,9 +33,20 @@ def view_of(tensor: Tensor) -> View:
 
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors are one view of one storage, as p and `p.data` are."""
-    if one is other or not (has_memory(one) and has_memory(other)):
+    if one is other or not (has_values(one) and has_values(other)):
         return one is other
     return view_of(one) == view_of(other)
+
+
+def part_of(x: Tensor, whole: Tensor, part: Tensor) -> Tensor:
+    """Return the elements that a part of a tensor has, of x, which is of the tensor's shape.
+
+    They are a view of x if that has the strides of the tensor.
+    """
+    if x.stride() != whole.stride():
+        x = empty_as(whole, x.dtype).copy_(x)
+    start = x.storage_offset() + part.storage_offset() - whole.storage_offset()
+    return x.as_strided(part.shape, part.stride(), start)
 
 
 def _key(tensor: Tensor) -> int:
@@ -106,9 +125,10 @@ class Aliases:
         return [self._of(t, index) for t in tensors]
 
     def _of(self, tensor: Tensor, index: Mapping[int, Sequence[Get]]) -> list[Tensor]:
-        near = _near(index.get(_key(tensor), ()) if has_memory(tensor) else (), tensor)
-        if not near:
+        known = index.get(_key(tensor), ()) if has_values(tensor) else ()
+        if all(_is_of(get, tensor) for get in known):
             return [tensor]
+        near = _near(known, tensor)
         lasting = {view: t for view, t in near.items() if self.store.is_lasting(t)}
         if found := _with_elements_of(tensor, lasting):
             return found
@@ -116,12 +136,26 @@ class Aliases:
             return [tensor]
         return _with_elements_of(tensor, near) or [tensor]
 
+    def are_parts(self, args: Sequence[Any]) -> bool:
+        """Return True if other tensors have the elements of one of these, in another layout."""
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        found = zip(tensors, self.of(tensors), strict=True)
+        return any(len(of) > 1 or not is_same(of[0], t) for t, of in found)
+
     def near(self, tensor: Tensor) -> list[Tensor]:
         """Return other tensors with residuals in the storage of one, of its dtype."""
         if not has_memory(tensor):
             return []
         found = _near(self.in_storages().get(_key(tensor), ()), tensor)
         return [t for t in found.values() if t is not tensor]
+
+
+def _is_of(get: Get, tensor: Tensor) -> bool:
+    """Return True if what is known in a storage is a tensor itself, or made anew as it is now."""
+    if isinstance(get, functools.partial):
+        _, *laid_out = get.args[0]
+        return laid_out == list(view_of(tensor)[1:])
+    return get() is tensor
 
 
 def _near(known: Sequence[Get], tensor: Tensor) -> dict[View, Tensor]:
@@ -145,4 +179,4 @@ def _with_elements_of(tensor: Tensor, near: Mapping[View, Tensor]) -> list[Tenso
         return [whole]
     parts = [t for t in dense if covers(tensor, t)]
     is_whole = is_dense(tensor) and sum(map(Tensor.numel, parts)) == tensor.numel()
-    return parts if is_whole else []
+    return parts if is_whole and not overlapping(parts) else []

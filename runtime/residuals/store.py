@@ -12,10 +12,15 @@ from torch.utils.weak import WeakIdRef
 
 from collage_fx.runtime.errors import warn
 from collage_fx.runtime.expansion.eft import WIDER
-from collage_fx.runtime.residuals.aliases import Aliases, View, is_same, view_of
+from collage_fx.runtime.residuals.aliases import Aliases, View, is_same, part_of, view_of
 from collage_fx.runtime.residuals.changes import changes_of, note_changes
 from collage_fx.runtime.residuals.checksum import bits_of
-from collage_fx.runtime.residuals.memory import covers, is_dense, is_laid_out_as
+from collage_fx.runtime.residuals.memory import (
+    covers,
+    empty_as,
+    is_dense,
+    is_laid_out_as,
+)
 from collage_fx.runtime.residuals.residual import (
     Expected,
     Residual,
@@ -223,8 +228,7 @@ class ResidualStore:
             residual = None
         if residual is None:
             residual = self.adopt(tensor, None, storage, name)
-            self._take_over(tensor, residual)
-            return residual
+            return self._take_over(tensor, residual, place)
         self.follow(tensor, residual)
         if residual.storage != storage:
             self._warn_coarser(residual, storage, tensor.dtype)
@@ -236,8 +240,11 @@ class ResidualStore:
         entry = self._residuals.get(id(tensor))
         return entry is not None and not entry[1].shared
 
-    def _take_over(self, tensor: Tensor, residual: Residual) -> None:
-        """Give a new state what its memory had before it: that of p after `p.data[:8]`."""
+    def _take_over(self, tensor: Tensor, residual: Residual, place: Place | None) -> Residual:
+        """Give a new state what its memory had before it: that of p after `p.data[:8]`.
+
+        Returns its residual, another one where storages differ.
+        """
         for other in self.aliases.near(tensor) if self._shared else ():
             found = self.get(other)
             part, whole = (other, tensor) if covers(tensor, other) else (tensor, other)
@@ -246,16 +253,24 @@ class ResidualStore:
             if not is_dense(whole) or not covers(whole, part):
                 continue
             self.clear_stale([(other, found)])
-            if found.storage == residual.storage and not found.packed:
-                at = part.shape, part.stride(), int(part.storage_offset() - whole.storage_offset())
-                with torch.no_grad(), _disable_current_modes():
-                    for to, of in zip(residual.components, found.components, strict=True):
-                        if part is other:
-                            to.as_strided(*at).copy_(of)
+            with torch.no_grad(), _disable_current_modes():
+                if found.storage == residual.storage and not found.packed:
+                    for mine, its in zip(residual.components, found.components, strict=True):
+                        if whole is tensor:
+                            part_of(mine, whole, part).copy_(its)
                         else:
-                            to.copy_(of.as_strided(*at))
+                            mine.copy_(part_of(its, whole, part))
+                elif found.has_content():
+                    value = empty_as(whole, torch.float64)
+                    of_whole = residual if whole is tensor else found
+                    value.copy_(of_whole.whole(whole))
+                    if whole is tensor:
+                        part_of(value, whole, part).copy_(found.whole(other))
+                    mine = value if whole is tensor else part_of(value, whole, part)
+                    residual = self.assign(tensor, mine, residual.storage, residual.name, place)
             if part is other:
                 self.drop(other)
+        return residual
 
     def _warn_coarser(self, residual: Residual, storage: str, dtype: torch.dtype) -> None:
         """Warn, once for each pair of storages, that a residual goes into one that keeps less."""

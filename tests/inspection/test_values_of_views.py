@@ -85,3 +85,19 @@ def test_residuals_are_given_to_a_parameter_by_another_name() -> None:
         collage_fx.load_residuals(p.data[:2], [zeros[:2]])
     collage_fx.load_residuals(p.data, [zeros])
     assert torch.equal(collage_fx.value(p), p.double())
+
+
+def test_parts_that_overlap_are_not_all_of_a_buffer() -> None:
+    buffer = random(64)
+    scale = collage_fx.compile(lambda x: x.mul_(1 - 1e-4))
+    with without_compiler(), torch.no_grad():
+        scale(buffer[:40])
+        scale(buffer[20:44])
+    assert torch.equal(collage_fx.value(buffer)[44:], buffer[44:].double())
+
+
+def test_negative_views_have_their_own_values() -> None:
+    p = Parameter(random(4, 2).half())
+    trained([p], "mcf2")
+    negative = torch.view_as_complex(p.data).conj().imag
+    assert negative.is_neg() and torch.equal(collage_fx.value(negative), negative.double())

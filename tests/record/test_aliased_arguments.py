@@ -131,6 +131,32 @@ def test_a_buffer_of_several_parameters(within: slice, first: bool) -> None:
     assert float((found - exact).norm() / exact.norm()) < 0.01
 
 
+@pytest.mark.parametrize("name", ["rows", "transposed", "flat"])
+@pytest.mark.quick("transposed")
+def test_a_function_is_called_before_there_is_an_optimizer(name: str) -> None:
+    def moved(dtype: torch.dtype, *, compiled: bool) -> Tensor:
+        torch.manual_seed(0)
+        model, scale = Linear(8, 4).bfloat16().to(dtype), decay
+        start = [p.detach().double().clone() for p in model.parameters()]
+        scale = collage_fx.compile(decay) if compiled else decay
+        scale(NAMES[name](model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        if compiled:
+            collage_fx.compile_(optimizer)
+        for _ in range(STEPS):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            scale(NAMES[name](model))
+        pairs = zip(model.parameters(), start, strict=True)
+        return torch.cat([(collage_fx.value(p).double() - s).flatten() for p, s in pairs]).detach()
+
+    exact = moved(torch.float64, compiled=False)
+    with without_compiler():
+        found = moved(torch.bfloat16, compiled=True)
+    assert float((found - exact).norm() / exact.norm()) < 0.01
+
+
 @pytest.mark.filterwarnings("ignore:.*residual of:collage_fx.CollageWarning")
 @pytest.mark.parametrize("name", ["state_dict", "rows"])
 def test_control_by_themselves_they_have_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
