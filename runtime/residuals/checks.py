@@ -115,8 +115,12 @@ class Checks:
             return cls(tensor)
 
     def fit(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is laid out as that of these checks: memory is read so."""
-        return self.stride == tensor.stride() and self.shape == tensor.shape
+        """Return True if a tensor is laid out as that of these checks: memory is read so.
+
+        One whose memory was given back has none.
+        """
+        laid_out = self.stride == tensor.stride() and self.shape == tensor.shape
+        return laid_out and bool(address(tensor))
 
     def changed(self, tensor: Tensor) -> Tensor:
         """Return a bool for each element of the tensor: whether it is in a chunk that has changed.

@@ -365,7 +365,7 @@ def settle(pairs: Sequence[tuple[Tensor, Residual]]) -> None:
             residual.keep(tensor)
         elif found is None or found.stride != stride or found.shape != tensor.shape:
             found = residual.checks = residual.new_checks(tensor)
-        if found is not None:
+        if found is not None and residual.address:
             noted.append((residual.address, found))
     checks.note(noted)
 

@@ -101,3 +101,12 @@ def test_negative_views_have_their_own_values() -> None:
     trained([p], "mcf2")
     negative = torch.view_as_complex(p.data).conj().imag
     assert negative.is_neg() and torch.equal(collage_fx.value(negative), negative.double())
+
+
+def test_memory_that_was_given_back_has_no_residual() -> None:
+    p = Parameter(random(4, 5))
+    trained([p], "remainder16")
+    p.untyped_storage().resize_(0)
+    assert collage_fx.residuals(p) == ()
+    p.untyped_storage().resize_(40)
+    assert collage_fx.value(p).shape == (4, 5)
