@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.compiler import set_stance
@@ -16,7 +16,6 @@ from collage_fx.runtime.torch_private import (
     CatchErrorsWrapper,
     ConvertFrameReturn,
     GlobalStateGuard,
-    TorchDispatchMode,
     _callback_from_stance,
     _get_current_dispatch_mode,
     _len_torch_dispatch_stack,
@@ -142,7 +141,8 @@ def _run_compiled(*args: Any, **kwargs: Any) -> Any:
         return call_func_at_runtime_with_args(*args, **kwargs)
 
 
-class RunsApart(TorchDispatchMode):
+@runtime_checkable
+class RunsApart(Protocol):
     """Dispatch mode that hands out memory which may have no data yet."""
 
     def apart(self) -> AbstractContextManager[Any]:
@@ -150,7 +150,6 @@ class RunsApart(TorchDispatchMode):
 
         What is compiled runs in it: not only kernels write there, but operations of PyTorch too.
         """
-        raise NotImplementedError
 
 
 def _install() -> None:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from collage_fx.hooks.nested_compile import RunsApart
 from collage_fx.runtime.torch_private import (
+    TorchDispatchMode,
     _get_current_dispatch_mode,
     _pop_mode_temporarily,
 )
@@ -24,7 +24,7 @@ class Dispatches(Protocol):
         """Do or note an operation, and return what it makes."""
 
 
-class RecordingMode(RunsApart):
+class RecordingMode(TorchDispatchMode):
     """A recorder where Dynamo is not asked, without a guard against it around each dispatch."""
 
     supports_higher_order_operators = True

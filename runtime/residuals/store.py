@@ -228,7 +228,8 @@ class ResidualStore:
             residual = None
         if residual is None:
             residual = self.adopt(tensor, None, storage, name)
-            return self._take_over(tensor, residual, place)
+            self._take_over(tensor, residual)
+            return residual
         self.follow(tensor, residual)
         if residual.storage != storage:
             self._warn_coarser(residual, storage, tensor.dtype)
@@ -240,37 +241,29 @@ class ResidualStore:
         entry = self._residuals.get(id(tensor))
         return entry is not None and not entry[1].shared
 
-    def _take_over(self, tensor: Tensor, residual: Residual, place: Place | None) -> Residual:
-        """Give a new state what its memory had before it: that of p after `p.data[:8]`.
-
-        Returns its residual, another one where storages differ.
-        """
+    def _take_over(self, tensor: Tensor, residual: Residual) -> None:
+        """Give a new state what its memory had before it: that of p after `p.data[:8]`."""
         for other in self.aliases.near(tensor) if self._shared else ():
-            found = self.get(other)
-            part, whole = (other, tensor) if covers(tensor, other) else (tensor, other)
+            found, is_part = self.get(other), covers(tensor, other)
+            whole, part = (tensor, other) if is_part else (other, tensor)
             if found is None or not found.shared or not found.fits(other):
                 continue
             if not is_dense(whole) or not covers(whole, part):
                 continue
             self.clear_stale([(other, found)])
+            if found.storage != residual.storage:
+                found = self.convert(other, residual.storage)
             with torch.no_grad(), _disable_current_modes():
-                if found.storage == residual.storage and not found.packed:
-                    for mine, its in zip(residual.components, found.components, strict=True):
-                        if whole is tensor:
-                            part_of(mine, whole, part).copy_(its)
-                        else:
-                            mine.copy_(part_of(its, whole, part))
-                elif found.has_content():
-                    value = empty_as(whole, torch.float64)
-                    of_whole = residual if whole is tensor else found
-                    value.copy_(of_whole.whole(whole))
-                    if whole is tensor:
-                        part_of(value, whole, part).copy_(found.whole(other))
-                    mine = value if whole is tensor else part_of(value, whole, part)
-                    residual = self.assign(tensor, mine, residual.storage, residual.name, place)
-            if part is other:
+                words = [empty_as(tensor, w.dtype).copy_(w) for w in residual.words(tensor)]
+                for mine, its in zip(words, found.words(other), strict=True):
+                    if is_part:
+                        part_of(mine, tensor, other).copy_(its)
+                    else:
+                        mine.copy_(part_of(its, other, tensor))
+                residual.hold(words)
+            residual.settle(tensor)
+            if is_part:
                 self.drop(other)
-        return residual
 
     def _warn_coarser(self, residual: Residual, storage: str, dtype: torch.dtype) -> None:
         """Warn, once for each pair of storages, that a residual goes into one that keeps less."""

@@ -131,6 +131,28 @@ def test_a_buffer_of_several_parameters(within: slice, first: bool) -> None:
     assert float((found - exact).norm() / exact.norm()) < 0.01
 
 
+@pytest.mark.parametrize("storage", ["mcf2", "ulp8", "ulp4"])
+@pytest.mark.parametrize("name", ["rows", "every second", "transposed"])
+@pytest.mark.quick("rows-mcf2", "every second-ulp4")
+def test_what_a_part_had_goes_over_into_another_storage(name: str, storage: str) -> None:
+    model = Linear(8, 4).bfloat16()
+    start = [p.detach().double() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    collage_fx.compile_(optimizer)
+    scale = collage_fx.compile(decay, storage=storage)
+    with without_compiler():
+        scale(NAMES[name](model))
+        kept = [collage_fx.value(x) for x in NAMES[name](model)]
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    found = [collage_fx.value(x) for x in NAMES[name](model)]
+    pairs = zip(model.parameters(), start, strict=True)
+    assert any(not torch.equal(collage_fx.value(p), s) for p, s in pairs)
+    for x, y in zip(found, kept, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-20, atol=0)
+
+
 @pytest.mark.parametrize("name", ["rows", "transposed", "flat"])
 @pytest.mark.quick("transposed")
 def test_a_function_is_called_before_there_is_an_optimizer(name: str) -> None:
